@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""Build, test and verify the patched Megatron-core wheel; `build.py --help` lists the verbs.
+
+This file holds the command line and nothing else. Each verb is one function of
+``buildtools/verbs.py``.
+"""
+
+import os
+import sys
+
+ROOT = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, ROOT)
+sys.dont_write_bytecode = True
+
+from buildtools.interpreter import restart_under_required_python  # noqa: E402
+
+restart_under_required_python(ROOT, os.path.abspath(__file__))
+
+import argparse  # noqa: E402
+
+from buildtools.console import BuildError  # noqa: E402
+from buildtools.verbs import VERBS  # noqa: E402
+
+EPILOG = """exit status: 0 success, 1 failure, 2 wrong usage; doctor: 0 patched and intact, 1 damaged
+or shadowed, 3 not patched, 4 nothing found"""
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog="build.py", description=__doc__, epilog=EPILOG)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def add(name: str, *, sources: bool = True) -> argparse.ArgumentParser:
+        title = VERBS[name].__doc__.splitlines()[0]
+        verb = verbs.add_parser(name, help=title, description=title)
+        if sources:
+            verb.add_argument(
+                "--source",
+                default="index",
+                help="where upstream comes from: index (default), git, or the path of an archive "
+                "or directory; all are verified against upstream.toml",
+            )
+            verb.add_argument(
+                "--engine",
+                choices=["git", "python-patch"],
+                default="git",
+                help="what applies the patches; both give the same tree",
+            )
+        verb.add_argument(
+            "--offline", action="store_true", help="use the cache and never the network"
+        )
+        return verb
+
+    add("fetch", sources=False)
+    for name in ("tree", "wheel"):
+        add(name).add_argument("--output", help="directory for the result")
+    add("test").add_argument(
+        "pytest_args", nargs=argparse.REMAINDER, help="passed to pytest (default: -m 'not gpu')"
+    )
+    add("train-example").add_argument(
+        "example_args", nargs=argparse.REMAINDER, help="passed to examples/train_gpt.py"
+    )
+    doctor = add("doctor", sources=False)
+    subject = doctor.add_mutually_exclusive_group(required=True)
+    subject.add_argument("wheel", nargs="?", metavar="WHEEL", help="a wheel file")
+    subject.add_argument(
+        "--installed", action="store_true", help="what `import megatron.core` takes"
+    )
+    doctor.add_argument("--python", help="whose installation (default: what started build.py)")
+    add("check")
+    # A new lock is made from the index alone: its hash vouches for the pristine tree.
+    add("pin", sources=False).set_defaults(source="index", engine="git")
+    add("clean", sources=False)
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    """Run the verb."""
+    os.umask(0o022)  # file modes go into the wheel
+    args = parse(sys.argv[1:])
+    try:
+        return VERBS[args.verb](args)
+    except BuildError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

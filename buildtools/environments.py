@@ -1,0 +1,186 @@
+"""The virtual environments the build makes for itself, from requirements pinned by hash.
+
+``build`` turns the tree into a wheel, ``test`` runs it.  Each is remade when its requirements
+change.  The network is used for packages only, and only when the cache does not have them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from buildtools.console import BuildError, step
+from buildtools.paths import REQUIREMENTS, WORK, cache_dir, scratch_dir, swap_in
+from buildtools.pin import Pin
+
+_STAMP = "megatron-nvme-stamp"
+
+
+def run_logged(
+    command: list[str], what: str, *, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> str:
+    """Run ``command`` and return its output.
+
+    Raises:
+        BuildError: it failed; the message holds the end of what it printed.
+    """
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if done.returncode != 0:
+        tail = "\n".join(done.stdout.splitlines()[-30:])
+        raise BuildError(f"{what} failed with status {done.returncode}:\n{tail}")
+    return done.stdout
+
+
+def _venv(name: str, requirements: str, install: Callable[[Path], None]) -> Path:
+    """Return the Python of environment ``name``, making it if it is missing or out of date."""
+    destination = WORK / "env" / name
+    python = destination / "bin" / "python"
+    content = (REQUIREMENTS / requirements).read_bytes() + sys.version.encode()
+    stamp = hashlib.sha256(content).hexdigest()
+    stamp_file = destination / _STAMP
+    if stamp_file.exists() and stamp_file.read_text() == stamp:
+        return python
+    with step(f"make the {name} environment"), scratch_dir(destination.parent) as scratch:
+        # Scripts inside a venv hold its path, so it is made in place and stamped last.
+        if destination.exists():
+            destination.rename(scratch / "old")
+        run_logged(
+            [sys.executable, "-m", "venv", str(destination)],
+            f"python -m venv (Debian: apt-get install python{sys.version_info[0]}."
+            f"{sys.version_info[1]}-venv)",
+        )
+        install(python)
+        stamp_file.write_text(stamp)
+    return python
+
+
+def _pip(python: Path, *arguments: str) -> list[str]:
+    return [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
+
+
+def _install_hashed(python: Path, requirements: Path, *, offline: bool) -> None:
+    """Install with pip from the cache of packages, which is filled first if it lacks one."""
+    packages = cache_dir() / "packages" / hashlib.sha256(requirements.read_bytes()).hexdigest()
+    if not packages.exists():
+        if offline:
+            raise BuildError(
+                f"--offline: the packages of {requirements.name} are not in the cache {cache_dir()}"
+            )
+        with scratch_dir(packages.parent) as scratch:
+            run_logged(
+                _pip(
+                    python, "download", "--only-binary=:all:", "--require-hashes", "--no-deps",
+                    "--dest", str(scratch / "new"), "--requirement", str(requirements),
+                ),
+                f"download of {requirements.name}",
+            )  # fmt: skip
+            swap_in(scratch / "new", packages)
+    # A user's pip settings (constraints, targets) must not decide what the build runs with.
+    run_logged(
+        _pip(
+            python, "install", "--no-index", "--find-links", str(packages), "--require-hashes",
+            "--no-deps", "--requirement", str(requirements),
+        ),
+        f"installation of {requirements.name}",
+        env={"PATH": os.defpath, "PIP_CONFIG_FILE": os.devnull},
+    )  # fmt: skip
+
+
+def build_environment(*, offline: bool) -> Path:
+    """Return the Python that has setuptools, pybind11 and wheel at their pinned versions."""
+    requirements = REQUIREMENTS / "build.txt"
+    return _venv(
+        "build",
+        requirements.name,
+        lambda python: _install_hashed(python, requirements, offline=offline),
+    )
+
+
+def test_environment(*, offline: bool) -> Path:
+    """Return the Python that has torch, pytest, ruff and mypy at their pinned versions.
+
+    uv installs them: a cold installation takes half of pip's time and a warm one two seconds,
+    because its cache holds unpacked wheels (torch with its CUDA libraries is 4.7 GB).
+    """
+    uv_requirements = REQUIREMENTS / "uv.txt"
+    uv = _venv(
+        "uv",
+        uv_requirements.name,
+        lambda python: _install_hashed(python, uv_requirements, offline=offline),
+    ).with_name("uv")
+
+    def install(python: Path) -> None:
+        run_logged(
+            [
+                str(uv), "pip", "sync", "--quiet", "--require-hashes", "--python", str(python),
+                *(["--offline"] if offline else []), str(REQUIREMENTS / "test.txt"),
+            ],
+            "installation of test.txt",
+        )  # fmt: skip
+
+    return _venv("test", "test.txt", install)
+
+
+def sdist_downloader(python: Path) -> Callable[[Pin, Path], None]:
+    """Return a `Download` that goes through pip, so that the user's mirrors and proxies hold.
+
+    pip reads the metadata of a source distribution by running its build backend, after it has
+    checked the hash: ``python`` is therefore the build environment's.
+    """
+
+    def download(pin: Pin, directory: Path) -> None:
+        requirement = directory / "requirement.txt"
+        requirement.write_text(f"{pin.name}=={pin.version} --hash=sha256:{pin.sdist_sha256}\n")
+        run_logged(
+            _pip(
+                python, "download", "--no-deps", "--no-build-isolation", "--no-binary", pin.name,
+                "--require-hashes", "--dest", str(directory), "--requirement", str(requirement),
+            ),
+            f"download of {pin.sdist} (expected sha256 {pin.sdist_sha256})",
+        )  # fmt: skip
+
+    return download
+
+
+def require_compiler() -> None:
+    """Check for a C++ compiler and Python's headers before anything long is started.
+
+    Raises:
+        BuildError: one is missing; upstream's build would go on and leave the dataset helper out.
+    """
+    compiler = cxx_command()
+    done = None
+    try:
+        done = subprocess.run([*compiler, "--version"], capture_output=True, check=False)
+    except OSError:
+        pass
+    if done is None or done.returncode != 0:
+        raise BuildError(
+            f"no C++ compiler: {compiler[0]!r} does not run. Install g++ (Debian: apt-get install "
+            "g++) or set CXX; the wheel must hold the compiled dataset helper"
+        )
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.exists():
+        raise BuildError(
+            f"Python's headers are missing: {header} (Debian: apt-get install "
+            f"python{sys.version_info[0]}.{sys.version_info[1]}-dev)"
+        )
+
+
+def cxx_command() -> list[str]:
+    """Return the C++ compiler setuptools will call, as a list of words."""
+    return (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()

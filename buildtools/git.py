@@ -1,0 +1,143 @@
+"""Run git so that neither the user's nor the machine's configuration can change a result.
+
+Measured reasons: ``apply.whitespace=fix`` and ``core.autocrlf`` change the bytes a patch leaves with
+exit status 0; ``git apply`` inside another repository skips every file with exit status 0;
+``diff.noprefix`` and ``format.signature`` change exported patches.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from buildtools.console import BuildError
+
+_SETTINGS = {
+    "advice.detachedHead": "false",
+    "apply.whitespace": "nowarn",
+    "commit.gpgSign": "false",
+    "core.attributesFile": os.devnull,
+    "core.autocrlf": "false",
+    "core.excludesFile": os.devnull,
+    "core.fileMode": "true",
+    "core.fsmonitor": "false",
+    "core.hooksPath": os.devnull,
+    "core.quotePath": "true",
+    "diff.renames": "true",
+    "gc.auto": "0",
+    "init.defaultBranch": "main",
+    "safe.directory": "*",
+}
+_IDENTITY = {"NAME": "megatron-nvme", "EMAIL": "megatron-nvme@localhost", "DATE": "@0 +0000"}
+
+
+def available() -> bool:
+    """Return whether a git executable is on PATH."""
+    return shutil.which("git") is not None
+
+
+def _environment(ceiling: Path) -> dict[str, str]:
+    environment = {
+        "PATH": os.environ.get("PATH", os.defpath),
+        "HOME": os.devnull,
+        "LC_ALL": "C",
+        "TZ": "UTC",
+        "GIT_ATTR_NOSYSTEM": "1",
+        "GIT_CEILING_DIRECTORIES": str(ceiling),
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_TERMINAL_PROMPT": "0",
+    }
+    for role in ("AUTHOR", "COMMITTER"):
+        environment.update({f"GIT_{role}_{key}": value for key, value in _IDENTITY.items()})
+    return environment
+
+
+class Git:
+    """A repository of ours, driven hermetically.
+
+    Args:
+        worktree: directory of the repository; it need not exist before `init`.
+    """
+
+    def __init__(self, worktree: Path) -> None:
+        self.worktree = worktree
+
+    def attempt(
+        self, *arguments: str, stdin: bytes | None = None
+    ) -> subprocess.CompletedProcess[bytes]:
+        """Run ``git arguments`` and return the finished process, whatever its exit status."""
+        settings = [word for key, value in _SETTINGS.items() for word in ("-c", f"{key}={value}")]
+        try:
+            return subprocess.run(
+                ["git", *settings, *arguments],
+                cwd=self.worktree,
+                env=_environment(self.worktree.parent),
+                input=stdin,
+                capture_output=True,
+                check=False,
+            )
+        except FileNotFoundError as error:
+            raise BuildError(
+                "git was not found: install it, or use --engine python-patch"
+            ) from error
+
+    def run(self, *arguments: str, stdin: bytes | None = None) -> str:
+        """Run ``git arguments`` and return its output.
+
+        Raises:
+            BuildError: git failed; the message holds its standard error.
+        """
+        done = self.attempt(*arguments, stdin=stdin)
+        if done.returncode != 0:
+            raise BuildError(
+                f"git {' '.join(arguments)} failed with status {done.returncode}: "
+                f"{done.stderr.decode(errors='replace').strip()}"
+            )
+        return done.stdout.decode(errors="surrogateescape").strip()
+
+    def init(self) -> None:
+        """Make ``worktree`` a repository of its own, whatever repository it lies in."""
+        self.worktree.mkdir(parents=True, exist_ok=True)
+        self.run("init", "--quiet")
+
+    def commit_all(self, message: str) -> str:
+        """Commit the whole worktree, ignored files too, and return the commit id."""
+        self.run("add", "--all", "--force", ".")
+        self.run("commit", "--quiet", "--allow-empty", "--no-verify", "-F", "-", stdin=message.encode())
+        return self.run("rev-parse", "HEAD")
+
+    def tree_id(self) -> str:
+        """Return the id of the tree in the index."""
+        return self.run("write-tree")
+
+
+def fetch_archive(url: str, ref: str, destination: Path, scratch: Path) -> str:
+    """Write a tar archive of ``ref`` of the repository at ``url``; return the commit it names.
+
+    The user's own git configuration holds here (proxies, credentials, mirrors): what arrives is
+    verified by its tree id afterwards.
+
+    Raises:
+        BuildError: the repository or the ref could not be fetched.
+    """
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", *arguments], cwd=scratch, capture_output=True, text=True, check=False
+        )
+        if done.returncode != 0:
+            raise BuildError(f"cannot fetch {ref} from {url}: {done.stderr.strip()}")
+        return done.stdout.strip()
+
+    if not available():
+        raise BuildError("the source kind 'git' needs git, which was not found")
+    git("init", "--quiet", "--bare")
+    git("fetch", "--quiet", "--depth", "1", "--no-tags", url, ref)
+    commit = git("rev-parse", "FETCH_HEAD^{commit}")
+    # tar.umask would else follow the user's umask, and export-subst the repository's attributes
+    # may change bytes: the tree id check after unpacking sees both.
+    git("-c", "tar.umask=0022", "archive", "--format=tar", "-o", str(destination), commit)
+    return commit

@@ -1,0 +1,203 @@
+"""What each verb of ``build.py`` does, in a screenful each."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from buildtools import check as checks
+from buildtools import doctor as doctors
+from buildtools.apply import ENGINES
+from buildtools.console import BuildError, say, step
+from buildtools.environments import (
+    build_environment,
+    require_compiler,
+    run_logged,
+    sdist_downloader,
+    test_environment,
+)
+from buildtools.interpreter import STARTED_BY
+from buildtools.manifest import make_manifest
+from buildtools.paths import (
+    DIST,
+    OVERLAY,
+    PATCHES,
+    ROOT,
+    TREE,
+    UPSTREAM_TOML,
+    WORK,
+    cache_dir,
+    scratch_dir,
+)
+from buildtools.pin import read_pin, write_lock
+from buildtools.series import load_patches
+from buildtools.tree import Recipe, assemble
+from buildtools.upstream import Download, Source, cached_sdist
+from buildtools.wheel import add_manifest, build_wheel, publish, tool_versions
+
+
+def _downloader(*, offline: bool) -> Download | None:
+    if offline:
+        return None
+    return lambda pin, directory: sdist_downloader(build_environment(offline=False))(pin, directory)
+
+
+def _recipe(args: argparse.Namespace) -> Recipe:
+    return Recipe(
+        pin=read_pin(UPSTREAM_TOML),
+        patches=load_patches(PATCHES),
+        overlay=OVERLAY,
+        source=Source.parse(args.source),
+        cache=cache_dir(),
+        download=_downloader(offline=args.offline),
+    )
+
+
+def fetch(args: argparse.Namespace) -> int:
+    """Put the pinned source distribution into the cache."""
+    pin = read_pin(UPSTREAM_TOML)
+    say(str(cached_sdist(pin, cache_dir(), _downloader(offline=args.offline))))
+    return 0
+
+
+def tree(args: argparse.Namespace) -> int:
+    """Assemble the patched tree."""
+    destination = Path(args.output) if args.output else TREE
+    with step("assemble the tree"):
+        lock = assemble(_recipe(args), ENGINES[args.engine](), destination)
+    say(f"{destination} (tree {lock.assembled})")
+    return 0
+
+
+def build(args: argparse.Namespace, out: Path) -> tuple[Path, str]:
+    """Build the wheel into ``out`` and have the doctor examine it; return its path and sha256."""
+    require_compiler()
+    recipe = _recipe(args)
+    python = build_environment(offline=args.offline)
+    epoch = recipe.pin.epoch
+    with scratch_dir(WORK) as scratch:
+        with step("assemble the tree"):
+            lock = assemble(recipe, ENGINES[args.engine](), scratch / "tree")
+        manifest = make_manifest(
+            recipe, lock, scratch / "tree", PATCHES, tool_versions(python)
+        )
+        with step("build the wheel"):
+            plain = build_wheel(scratch / "tree", scratch / "plain", python, epoch)
+            wheel = add_manifest(plain, manifest, python, epoch, scratch / "final")
+        report = doctors.inspect_wheel(wheel)
+        if report.verdict is not doctors.Verdict.VERIFIED:
+            raise BuildError("\n".join(["the wheel that was built is not sound:", *report.lines]))
+        return publish(wheel, out)
+
+
+def wheel(args: argparse.Namespace) -> int:
+    """Build the wheel."""
+    path, digest = build(args, Path(args.output) if args.output else DIST)
+    say(f"{path}\nsha256 {digest}")
+    return 0
+
+
+def _environment_with_wheel(args: argparse.Namespace) -> Path:
+    """Return the Python of the test environment, with the wheel of the present tree installed."""
+    python = test_environment(offline=args.offline)
+    pin = read_pin(UPSTREAM_TOML)
+    wheels = WORK / "wheels" / pin.lock.assembled
+    found = list(wheels.glob("*.whl"))
+    # Assembling is what notices an edited patch or overlay: it runs even if the wheel is there.
+    if found:
+        with step("assemble the tree"), scratch_dir(WORK) as scratch:
+            assemble(_recipe(args), ENGINES[args.engine](), scratch / "tree")
+    installed = found[0] if found else build(args, wheels)[0]
+    stamp = python.parent.parent / "installed-wheel"
+    if not stamp.exists() or stamp.read_text() != str(installed):
+        with step(f"install {installed.name}"):
+            run_logged(
+                [
+                    str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet",
+                    "--no-index", "--no-deps", "--force-reinstall", str(installed),
+                ],
+                "installation of the wheel",
+            )  # fmt: skip
+            stamp.write_text(str(installed))
+    report = doctors.inspect_installed(str(python))
+    if report.verdict is not doctors.Verdict.VERIFIED:
+        stamp.unlink()
+        raise BuildError("\n".join(["the installed wheel is not sound:", *report.lines]))
+    return python
+
+
+def _run_in_repository(command: list[str]) -> int:
+    """Run ``command`` in the repository, with nothing on PYTHONPATH that shadows the wheel."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+
+
+def test(args: argparse.Namespace) -> int:
+    """Set up the test environment and run the tests."""
+    python = _environment_with_wheel(args)
+    chosen = args.pytest_args or ["-m", "not gpu"]
+    return _run_in_repository([str(python), "-m", "pytest", *chosen])
+
+
+def train_example(args: argparse.Namespace) -> int:
+    """Train the example from the built wheel."""
+    python = _environment_with_wheel(args)
+    return _run_in_repository([str(python), "examples/train_gpt.py", *args.example_args])
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Examine a wheel or an installation; the verdict is the exit status."""
+    if args.wheel:
+        report = doctors.inspect_wheel(Path(args.wheel))
+    else:
+        report = doctors.inspect_installed(args.python or os.environ[STARTED_BY])
+    say("\n".join(report.lines))
+    return int(report.verdict)
+
+
+def check(args: argparse.Namespace) -> int:
+    """Check the series, the overlay, the lock and the label."""
+    recipe = _recipe(args)
+    checks.check(recipe, ROOT, PATCHES)
+    total = sum(patch.changed_lines for patch in recipe.patches)
+    say(f"OK: {recipe.pin.label}: {len(recipe.patches)} patches, {total} changed lines")
+    return 0
+
+
+def pin(args: argparse.Namespace) -> int:
+    """Record the trees the series makes now, and remake the generated files."""
+    recipe = _recipe(args)
+    checks.lint(recipe, ROOT)
+    for path, text in checks.generated_files(recipe, PATCHES).items():
+        path.write_text(text, encoding="utf-8")
+    with step("assemble the tree"), scratch_dir(WORK) as scratch:
+        lock = assemble(recipe, ENGINES[args.engine](), scratch / "tree", locked=False)
+    write_lock(UPSTREAM_TOML, lock)
+    say(f"pristine {lock.pristine}\npatched {lock.patched}\nassembled {lock.assembled}")
+    return 0
+
+
+def clean(args: argparse.Namespace) -> int:
+    """Remove what the build made; the cache of downloads stays."""
+    for directory in (WORK, DIST):
+        if directory.exists():
+            with step(f"remove {directory}"):
+                shutil.rmtree(directory)
+    return 0
+
+
+VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "fetch": fetch,
+    "tree": tree,
+    "wheel": wheel,
+    "test": test,
+    "train-example": train_example,
+    "doctor": doctor,
+    "check": check,
+    "pin": pin,
+    "clean": clean,
+}
