@@ -21,8 +21,8 @@ import argparse  # noqa: E402
 from buildtools.console import BuildError  # noqa: E402
 from buildtools.verbs import VERBS  # noqa: E402
 
-EPILOG = """exit status: 0 success, 1 failure, 2 wrong usage; doctor: 0 patched and intact, 1 damaged
-or shadowed, 3 not patched, 4 nothing found"""
+EPILOG = """exit status: 0 success, 1 failure, 2 wrong usage; of `doctor`: 0 patched and intact,
+1 damaged or shadowed, 3 not patched, 4 nothing found"""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -31,7 +31,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     def add(name: str, *, sources: bool = True) -> argparse.ArgumentParser:
-        title = VERBS[name].__doc__.splitlines()[0]
+        title = (VERBS[name].__doc__ or "").partition("\n")[0]
         verb = verbs.add_parser(name, help=title, description=title)
         if sources:
             verb.add_argument(

@@ -63,9 +63,7 @@ def _unpack_members(tar: tarfile.TarFile, name: str, root: Path, strip_top: bool
             first, _, path = member.name.partition("/")
             top = top or first
             if first != top:
-                raise BuildError(
-                    f"{name}: refused: member {member.name!r} lies outside the top directory {top!r}"
-                )
+                raise BuildError(f"{name}: refused: member {member.name!r} is not below {top!r}")
         if member.isdir() or not path:
             continue
         if path in seen:

@@ -6,6 +6,7 @@ change.  The network is used for packages only, and only when the cache does not
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import subprocess
@@ -164,10 +165,8 @@ def require_compiler() -> None:
     """
     compiler = cxx_command()
     done = None
-    try:
+    with contextlib.suppress(OSError):
         done = subprocess.run([*compiler, "--version"], capture_output=True, check=False)
-    except OSError:
-        pass
     if done is None or done.returncode != 0:
         raise BuildError(
             f"no C++ compiler: {compiler[0]!r} does not run. Install g++ (Debian: apt-get install "

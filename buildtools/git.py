@@ -1,7 +1,7 @@
 """Run git so that neither the user's nor the machine's configuration can change a result.
 
-Measured reasons: ``apply.whitespace=fix`` and ``core.autocrlf`` change the bytes a patch leaves with
-exit status 0; ``git apply`` inside another repository skips every file with exit status 0;
+Measured reasons: ``apply.whitespace=fix`` and ``core.autocrlf`` change the bytes a patch leaves,
+with exit status 0; ``git apply`` inside another repository skips every file, with exit status 0;
 ``diff.noprefix`` and ``format.signature`` change exported patches.
 """
 
@@ -106,7 +106,9 @@ class Git:
     def commit_all(self, message: str) -> str:
         """Commit the whole worktree, ignored files too, and return the commit id."""
         self.run("add", "--all", "--force", ".")
-        self.run("commit", "--quiet", "--allow-empty", "--no-verify", "-F", "-", stdin=message.encode())
+        self.run(
+            "commit", "--quiet", "--allow-empty", "--no-verify", "-F", "-", stdin=message.encode()
+        )
         return self.run("rev-parse", "HEAD")
 
     def tree_id(self) -> str:

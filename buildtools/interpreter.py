@@ -9,6 +9,7 @@ import only the standard library.
 import os
 import subprocess
 import sys
+from typing import Iterator, Optional, Tuple
 
 REQUIRED = (3, 12)
 STARTED_BY = "MEGATRON_NVME_STARTED_BY"
@@ -16,7 +17,7 @@ STARTED_BY = "MEGATRON_NVME_STARTED_BY"
 --installed`` inspects that one's environment, not the environment of the Python 3.12 we found."""
 
 
-def _candidates(root):
+def _candidates(root: str) -> Iterator[Tuple[str, str]]:
     """Yield ``(where it comes from, command)`` in the order in which they are tried."""
     chosen = os.environ.get("UV_PYTHON")
     if chosen:
@@ -35,7 +36,7 @@ def _candidates(root):
     yield "PATH", "python3"
 
 
-def _describe(command, root):
+def _describe(command: str, root: str) -> Optional[Tuple[str, str]]:
     """Return ``(version, executable)`` as the interpreter itself reports them, or None."""
     probe = "import sys; print('%d.%d' % sys.version_info[:2]); print(sys.executable)"
     try:
@@ -47,7 +48,7 @@ def _describe(command, root):
     return (output[0], output[1]) if len(output) == 2 else None
 
 
-def restart_under_required_python(root, script):
+def restart_under_required_python(root: str, script: str) -> None:
     """Return if this is Python 3.12; else replace this process by one that is.
 
     Args:

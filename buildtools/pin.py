@@ -91,5 +91,5 @@ def write_lock(path: Path, lock: Lock) -> None:
             rf'^{key} = ".*"$', f'{key} = "{getattr(lock, key)}"', tail, flags=re.MULTILINE
         )
         if not marker or count != 1:
-            raise BuildError(f"{path}: [lock] must hold exactly one line `{key} = \"...\"`")
+            raise BuildError(f'{path}: [lock] must hold exactly one line `{key} = "..."`')
     path.write_text(head + marker + tail, encoding="utf-8")

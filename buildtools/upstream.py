@@ -100,9 +100,7 @@ def _cached_git_archive(pin: Pin, cache: Path, *, offline: bool) -> Path:
             arrived = scratch / "archive.tar"
             commit = git.fetch_archive(pin.git_url, pin.git_commit or pin.git_ref, arrived, bare)
             if pin.git_commit and commit != pin.git_commit:
-                raise BuildError(
-                    f"{pin.git_ref}: expected commit {pin.git_commit}, got {commit}"
-                )
+                raise BuildError(f"{pin.git_ref}: expected commit {pin.git_commit}, got {commit}")
             pristine = scratch / "pristine"
             unpack(arrived, scratch / "raw", strip_top=False)
             take_shipped(scratch / "raw", pristine, pin)

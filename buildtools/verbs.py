@@ -82,9 +82,7 @@ def build(args: argparse.Namespace, out: Path) -> tuple[Path, str]:
     with scratch_dir(WORK) as scratch:
         with step("assemble the tree"):
             lock = assemble(recipe, ENGINES[args.engine](), scratch / "tree")
-        manifest = make_manifest(
-            recipe, lock, scratch / "tree", PATCHES, tool_versions(python)
-        )
+        manifest = make_manifest(recipe, lock, scratch / "tree", PATCHES, tool_versions(python))
         with step("build the wheel"):
             plain = build_wheel(scratch / "tree", scratch / "plain", python, epoch)
             wheel = add_manifest(plain, manifest, python, epoch, scratch / "final")

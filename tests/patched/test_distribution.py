@@ -13,7 +13,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -23,7 +22,10 @@ def _distribution(site: Path) -> importlib.metadata.Distribution:
 
 def _python(site: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run Python with the Megatron of ``site`` first on its path, then this repository."""
-    environment = os.environ | {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "PYTHONWARNINGS": "ignore"}
+    environment = os.environ | {
+        "PYTHONPATH": f"{site}{os.pathsep}{ROOT}",
+        "PYTHONWARNINGS": "ignore",
+    }
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
