@@ -54,12 +54,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("fetch", sources=False)
     for name in ("tree", "wheel"):
         add(name).add_argument("--output", help="directory for the result")
-    add("test").add_argument(
-        "pytest_args", nargs=argparse.REMAINDER, help="passed to pytest (default: -m 'not gpu')"
-    )
-    add("train-example").add_argument(
-        "example_args", nargs=argparse.REMAINDER, help="passed to examples/train_gpt.py"
-    )
+    add("test").epilog = "other arguments are passed to pytest (default: -m 'not gpu')"
+    add("train-example").epilog = "other arguments are passed to examples/train_gpt.py"
     doctor = add("doctor", sources=False)
     subject = doctor.add_mutually_exclusive_group(required=True)
     subject.add_argument("wheel", nargs="?", metavar="WHEEL", help="a wheel file")
@@ -71,7 +67,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     # A new lock is made from the index alone: its hash vouches for the pristine tree.
     add("pin", sources=False).set_defaults(source="index", engine="git")
     add("clean", sources=False)
-    return parser.parse_args(argv)
+    args, passed_on = parser.parse_known_args(argv)
+    if passed_on and args.verb not in ("test", "train-example"):
+        parser.error(f"unrecognized arguments: {' '.join(passed_on)}")
+    args.passed_on = passed_on
+    return args
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ from email.parser import Parser
 from pathlib import Path
 
 from buildtools.console import BuildError
-from buildtools.manifest import HELPER, NAME, Manifest, parse_manifest
+from buildtools.manifest import HELPER, NAME, PACKAGE, Manifest, parse_manifest
 from buildtools.objects import blob_id
 
 
@@ -120,9 +120,12 @@ def inspect_installed(python: str) -> Report:
         record = (info / "RECORD").read_text(encoding="utf-8")
     except OSError:
         record = ""
-    names = [row[0] for row in csv.reader(io.StringIO(record)) if row]
+    names = {row[0] for row in csv.reader(io.StringIO(record)) if row}
+    for package in ("core", "training"):  # what lies there without being recorded is imported too
+        found = (root / "megatron" / package).rglob("*.py")
+        names.update(path.relative_to(root).as_posix() for path in found)
     report = _examine(
-        _Distribution(str(root), info.name, names, lambda name: (root / name).read_bytes())
+        _Distribution(str(root), info.name, sorted(names), lambda name: (root / name).read_bytes())
     )
     expected = root / "megatron" / "core" / "__init__.py"
     origin = probe["origin"]
@@ -183,7 +186,7 @@ def _manifest_problems(dist: _Distribution, manifest: Manifest) -> list[str]:
         problems.append(f"{HELPER}: the compiled dataset helper is missing")
     known = {*manifest.files, *helpers}
     for name in dist.names:
-        if name.startswith("megatron/") and name not in known and "/__pycache__/" not in name:
+        if name.startswith(PACKAGE) and name not in known and "/__pycache__/" not in name:
             problems.append(f"{name}: not part of what was built")
     return problems
 

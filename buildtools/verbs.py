@@ -17,14 +17,11 @@ from buildtools.environments import (
     build_environment,
     require_compiler,
     run_logged,
-    sdist_downloader,
     test_environment,
 )
 from buildtools.interpreter import STARTED_BY
-from buildtools.manifest import make_manifest
 from buildtools.paths import (
     DIST,
-    OVERLAY,
     PATCHES,
     ROOT,
     TREE,
@@ -34,67 +31,46 @@ from buildtools.paths import (
     scratch_dir,
 )
 from buildtools.pin import read_pin, write_lock
-from buildtools.series import load_patches
+from buildtools.project import downloader, make_wheel, project_recipe
 from buildtools.tree import Recipe, assemble
-from buildtools.upstream import Download, Source, cached_sdist
-from buildtools.wheel import add_manifest, build_wheel, publish, tool_versions
-
-
-def _downloader(*, offline: bool) -> Download | None:
-    if offline:
-        return None
-    return lambda pin, directory: sdist_downloader(build_environment(offline=False))(pin, directory)
+from buildtools.upstream import cached_sdist
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
-    return Recipe(
-        pin=read_pin(UPSTREAM_TOML),
-        patches=load_patches(PATCHES),
-        overlay=OVERLAY,
-        source=Source.parse(args.source),
-        cache=cache_dir(),
-        download=_downloader(offline=args.offline),
-    )
+    return project_recipe(args.source, offline=args.offline)
 
 
 def fetch(args: argparse.Namespace) -> int:
     """Put the pinned source distribution into the cache."""
     pin = read_pin(UPSTREAM_TOML)
-    say(str(cached_sdist(pin, cache_dir(), _downloader(offline=args.offline))))
+    say(str(cached_sdist(pin, cache_dir(), downloader(offline=args.offline))))
     return 0
 
 
 def tree(args: argparse.Namespace) -> int:
     """Assemble the patched tree."""
     destination = Path(args.output) if args.output else TREE
+    if args.output and destination.exists():
+        raise BuildError(f"--output {destination} exists; name a directory that does not")
     with step("assemble the tree"):
         lock = assemble(_recipe(args), ENGINES[args.engine](), destination)
     say(f"{destination} (tree {lock.assembled})")
     return 0
 
 
-def build(args: argparse.Namespace, out: Path) -> tuple[Path, str]:
-    """Build the wheel into ``out`` and have the doctor examine it; return its path and sha256."""
+def _make_wheel(args: argparse.Namespace, out: Path) -> tuple[Path, str]:
     require_compiler()
-    recipe = _recipe(args)
     python = build_environment(offline=args.offline)
-    epoch = recipe.pin.epoch
-    with scratch_dir(WORK) as scratch:
-        with step("assemble the tree"):
-            lock = assemble(recipe, ENGINES[args.engine](), scratch / "tree")
-        manifest = make_manifest(recipe, lock, scratch / "tree", PATCHES, tool_versions(python))
-        with step("build the wheel"):
-            plain = build_wheel(scratch / "tree", scratch / "plain", python, epoch)
-            wheel = add_manifest(plain, manifest, python, epoch, scratch / "final")
-        report = doctors.inspect_wheel(wheel)
-        if report.verdict is not doctors.Verdict.VERIFIED:
-            raise BuildError("\n".join(["the wheel that was built is not sound:", *report.lines]))
-        return publish(wheel, out)
+    return make_wheel(_recipe(args), ENGINES[args.engine](), python, out)
 
 
 def wheel(args: argparse.Namespace) -> int:
     """Build the wheel."""
-    path, digest = build(args, Path(args.output) if args.output else DIST)
+    path, digest = _make_wheel(args, Path(args.output) if args.output else DIST)
+    if not args.output:  # so that dist/*.whl is this wheel
+        for stale in DIST.glob("*.whl*"):
+            if stale.name not in (path.name, f"{path.name}.sha256"):
+                stale.unlink()
     say(f"{path}\nsha256 {digest}")
     return 0
 
@@ -109,7 +85,7 @@ def _environment_with_wheel(args: argparse.Namespace) -> Path:
     if found:
         with step("assemble the tree"), scratch_dir(WORK) as scratch:
             assemble(_recipe(args), ENGINES[args.engine](), scratch / "tree")
-    installed = found[0] if found else build(args, wheels)[0]
+    installed = found[0] if found else _make_wheel(args, wheels)[0]
     stamp = python.parent.parent / "installed-wheel"
     if not stamp.exists() or stamp.read_text() != str(installed):
         with step(f"install {installed.name}"):
@@ -137,14 +113,14 @@ def _run_in_repository(command: list[str]) -> int:
 def test(args: argparse.Namespace) -> int:
     """Set up the test environment and run the tests."""
     python = _environment_with_wheel(args)
-    chosen = args.pytest_args or ["-m", "not gpu"]
+    chosen = args.passed_on or ["-m", "not gpu"]
     return _run_in_repository([str(python), "-m", "pytest", *chosen])
 
 
 def train_example(args: argparse.Namespace) -> int:
     """Train the example from the built wheel."""
     python = _environment_with_wheel(args)
-    return _run_in_repository([str(python), "examples/train_gpt.py", *args.example_args])
+    return _run_in_repository([str(python), "examples/train_gpt.py", *args.passed_on])
 
 
 def doctor(args: argparse.Namespace) -> int:

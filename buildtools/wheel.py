@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import zipfile
 from email.parser import Parser
 from pathlib import Path
 
 from buildtools.archive import sha256_of
-from buildtools.console import BuildError, step
+from buildtools.console import BuildError
 from buildtools.environments import cxx_command, run_logged
 from buildtools.manifest import HELPER, NAME, PACKAGE, Manifest
 from buildtools.objects import files_below
@@ -68,7 +69,7 @@ def build_wheel(tree: Path, out: Path, python: Path, epoch: int) -> Path:
 def _verify_contents(wheel: Path, tree: Path, expected: set[str]) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
-        packed = {name for name in names if name.split("/")[0].endswith(".dist-info") is False}
+        packed = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
         helpers = {name for name in packed if name.startswith(HELPER) and name.endswith(".so")}
         if len(helpers) != 1:
             raise BuildError(
@@ -135,10 +136,7 @@ def publish(wheel: Path, directory: Path) -> tuple[Path, str]:
     digest = sha256_of(wheel)
     directory.mkdir(parents=True, exist_ok=True)
     destination = directory / wheel.name
-    with step(f"write {destination.name}"):
-        for stale in directory.glob("megatron_core-*.whl*"):
-            stale.unlink()
-        wheel.replace(destination)
-        sums = directory / f"{wheel.name}.sha256"
-        sums.write_text(f"{digest}  {wheel.name}\n", encoding="utf-8")
+    shutil.move(wheel, destination)
+    sums = directory / f"{wheel.name}.sha256"
+    sums.write_text(f"{digest}  {wheel.name}\n", encoding="utf-8")
     return destination, digest

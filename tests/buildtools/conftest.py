@@ -1,0 +1,31 @@
+"""Fixtures of the build tool's tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from buildtools.apply import GitEngine
+from buildtools.environments import build_environment
+from buildtools.project import make_wheel, project_recipe
+from tests.buildtools.toy import Toy, make_toy
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Toy:
+    """A toy upstream with a sound series and overlay."""
+    return make_toy(tmp_path / "toy")
+
+
+@pytest.fixture(scope="session")
+def build_python() -> Path:
+    """Python of the build environment."""
+    return build_environment(offline=False)
+
+
+@pytest.fixture(scope="session")
+def wheel(build_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this repository, built here and now."""
+    recipe = project_recipe("index", offline=False)
+    return make_wheel(recipe, GitEngine(), build_python, tmp_path_factory.mktemp("wheel"))[0]

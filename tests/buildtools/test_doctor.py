@@ -1,0 +1,218 @@
+"""The doctor tells patched and intact from damaged, shadowed, stock and missing."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from buildtools.doctor import Verdict, inspect_installed, inspect_wheel
+from buildtools.manifest import NAME
+from buildtools.paths import ROOT
+from tests.buildtools.toy import write_files
+
+HELPERS = "megatron/core/datasets/utils.py"
+
+
+def _rewritten(wheel: Path, out: Path, change: Callable[[str, bytes], bytes | None]) -> Path:
+    """Copy a wheel; ``change`` returns each member's new content, or None to leave it out."""
+    out.mkdir(parents=True)
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(out / wheel.name, "w") as new:
+        for name in old.namelist():
+            content = change(name, old.read(name))
+            if content is not None:
+                new.writestr(name, content)
+    return out / wheel.name
+
+
+def test_the_wheel_is_verified_and_says_what_is_in_it(wheel: Path) -> None:
+    report = inspect_wheel(wheel)
+
+    assert report.verdict is Verdict.VERIFIED
+    text = "\n".join(report.lines)
+    for name in (ROOT / "patches" / "series").read_text().splitlines()[1:]:
+        assert name in text
+    assert report.lines[-1].startswith("VERIFIED: all ")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda name, data: data + b"#" if name == HELPERS else data,
+            f"{HELPERS}: patched file differs from what was built",
+        ),
+        (
+            lambda name, data: None if name == "megatron/core/__init__.py" else data,
+            "megatron/core/__init__.py: missing (shipped file)",
+        ),
+        (
+            lambda name, data: None if "helpers_cpp" in name else data,
+            "the compiled dataset helper is missing",
+        ),
+        (
+            lambda name, data: data + b" " if "helpers_cpp" in name else data,
+            "differs from its hash in RECORD",
+        ),
+        (
+            lambda name, data: None if name.endswith("RECORD") else data,
+            "RECORD is missing",
+        ),
+        (
+            lambda name, data: b"{" if name.endswith(NAME) else data,
+            f"{NAME} is damaged",
+        ),
+        (
+            lambda name, data: data.replace(b'"format": 1', b'"format": 2'),
+            "format 2, this build.py reads 1",
+        ),
+        (
+            lambda name, data: data.replace(b"\nVersion: 0.19.2+nvme.1", b"\nVersion: 0.19.2"),
+            "METADATA says 0.19.2, the manifest 0.19.2+nvme.1",
+        ),
+    ],
+)
+def test_a_damaged_wheel_is_not_verified(
+    wheel: Path, tmp_path: Path, change: Callable[[str, bytes], bytes | None], message: str
+) -> None:
+    report = inspect_wheel(_rewritten(wheel, tmp_path / "out", change))
+
+    assert report.verdict is Verdict.DAMAGED
+    assert message in "\n".join(report.lines)
+
+
+def test_a_renamed_wheel_is_not_verified(wheel: Path, tmp_path: Path) -> None:
+    renamed = tmp_path / wheel.name.replace("nvme.1", "nvme.2")
+    shutil.copyfile(wheel, renamed)
+
+    assert inspect_wheel(renamed).verdict is Verdict.DAMAGED
+
+
+def test_a_stock_wheel_is_not_patched(wheel: Path, tmp_path: Path) -> None:
+    stock = _rewritten(
+        wheel, tmp_path / "out", lambda name, data: None if name.endswith(NAME) else data
+    )
+
+    report = inspect_wheel(stock)
+
+    assert report.verdict is Verdict.NOT_PATCHED
+    assert "NOT PATCHED" in report.lines[-1]
+
+
+def test_what_is_no_wheel_is_damaged_and_no_file_is_not_found(tmp_path: Path) -> None:
+    (tmp_path / "x.whl").write_text("not a zip")
+
+    assert inspect_wheel(tmp_path / "x.whl").verdict is Verdict.DAMAGED
+    assert inspect_wheel(tmp_path / "none.whl").verdict is Verdict.NOT_FOUND
+
+
+class Installation:
+    """An environment of its own, into which the wheel can be installed with pip."""
+
+    def __init__(self, root: Path) -> None:
+        venv.create(root, with_pip=False, symlinks=True)
+        self.python = str(root / "bin" / "python")
+        self.site = next(root.glob("lib/python3*/site-packages"))
+
+    def install(self, wheel: Path, pip_python: Path) -> None:
+        subprocess.run(
+            [
+                str(pip_python), "-m", "pip", "--disable-pip-version-check", "--python",
+                self.python, "install", "--quiet", "--no-index", "--no-deps", str(wheel),
+            ],
+            check=True,
+        )  # fmt: skip
+
+    def verdict(self) -> tuple[Verdict, str]:
+        report = inspect_installed(self.python)
+        return report.verdict, "\n".join(report.lines)
+
+
+@pytest.fixture
+def installation(
+    tmp_path: Path, wheel: Path, build_python: Path, monkeypatch: pytest.MonkeyPatch
+) -> Installation:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    made = Installation(tmp_path / "env")
+    made.install(wheel, build_python)
+    return made
+
+
+def test_an_installation_is_verified(installation: Installation) -> None:
+    assert installation.verdict()[0] is Verdict.VERIFIED
+
+
+def test_an_edited_installation_is_damaged(installation: Installation) -> None:
+    with (installation.site / HELPERS).open("a") as stream:
+        stream.write("# edited\n")
+
+    verdict, text = installation.verdict()
+
+    assert verdict is Verdict.DAMAGED
+    assert f"{HELPERS}: patched file differs from what was built" in text
+
+
+def test_a_stray_module_in_an_installation_is_named(installation: Installation) -> None:
+    write_files(installation.site, {"megatron/core/left_over.py": ""})
+
+    verdict, text = installation.verdict()
+
+    assert verdict is Verdict.DAMAGED
+    assert "megatron/core/left_over.py: not part of what was built" in text
+
+
+def test_a_checkout_that_shadows_the_installation_is_named(
+    installation: Installation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tmp_path / "checkout", {"megatron/core/__init__.py": ""})
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "checkout"))
+
+    verdict, text = installation.verdict()
+
+    assert verdict is Verdict.DAMAGED
+    assert f"SHADOWED: `import megatron.core` takes {tmp_path / 'checkout'}" in text
+
+
+def test_a_stock_installation_is_not_patched(installation: Installation) -> None:
+    next(installation.site.glob(f"*.dist-info/{NAME}")).unlink()
+
+    verdict, text = installation.verdict()
+
+    assert verdict is Verdict.NOT_PATCHED
+    assert "NOT PATCHED" in text
+
+
+def test_a_bare_checkout_is_not_patched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(tmp_path / "checkout", {"megatron/core/__init__.py": ""})
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "checkout"))
+
+    assert Installation(tmp_path / "env").verdict()[0] is Verdict.NOT_PATCHED
+
+
+def test_an_environment_without_megatron_is_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+
+    assert Installation(tmp_path / "env").verdict()[0] is Verdict.NOT_FOUND
+    assert inspect_installed(str(tmp_path / "none")).verdict is Verdict.NOT_FOUND
+
+
+def test_the_verdict_is_the_exit_status(installation: Installation, wheel: Path) -> None:
+    def status(*arguments: str) -> int:
+        command = [sys.executable, str(ROOT / "build.py"), "doctor", *arguments]
+        return subprocess.run(command, capture_output=True, check=False).returncode
+
+    assert status(str(wheel)) == 0
+    assert status("--installed", "--python", installation.python) == 0
+    next(installation.site.glob(f"*.dist-info/{NAME}")).unlink()
+    assert status("--installed", "--python", installation.python) == 3
+    (installation.site / HELPERS).unlink()
+    assert status(str(wheel) + ".none") == 4
+    assert status() == 2
