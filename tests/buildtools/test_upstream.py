@@ -109,7 +109,7 @@ def test_a_commit_that_is_not_there_is_refused(toy: Toy) -> None:
     _repository(toy, FILES)
     pin = replace(toy.pin, git_commit="1" * 40)
 
-    with pytest.raises(BuildError, match="cannot fetch 1{40} from "):
+    with pytest.raises(BuildError, match=r"cannot fetch 1{40} from "):
         _fetch(toy, Source("git"), pin=pin, download=toy.download)
 
 
@@ -242,7 +242,7 @@ def test_a_damaged_cache_is_noticed_and_emptied(toy: Toy) -> None:
     cached = cached_sdist(toy.pin, toy.root / "cache", toy.download)
     cached.write_bytes(b"damaged")
 
-    with pytest.raises(BuildError, match="wrong sha256: .*removed from the cache"):
+    with pytest.raises(BuildError, match=r"wrong sha256: .*removed from the cache"):
         _fetch(toy, Source("index"))
 
     assert sorted(entries_below(_fetch(toy, Source("index"), download=toy.download))) == sorted(

@@ -119,7 +119,7 @@ def test_with_a_broken_compiler_the_build_fails(
     monkeypatch.setenv("CC", "/bin/false")
     monkeypatch.setenv("CXX", "/bin/false")
 
-    with pytest.raises(BuildError, match="the compiled dataset helper .* is not in it"):
+    with pytest.raises(BuildError, match=r"the compiled dataset helper .* is not in it"):
         build_wheel(_pristine(tmp_path / "tree"), tmp_path / "out", build_python, 0)
 
 
@@ -138,7 +138,7 @@ def test_a_stale_tree_ships_nothing_stale(
     assert not [name for name in _members(fresh) if "removed" in name]
     dirty = _pristine(tmp_path / "dirty")
     write_files(dirty, {"build/lib.linux-x86_64-cpython-312/megatron/core/removed.py": ""})
-    with pytest.raises(BuildError, match="not of the tree: megatron/core/removed.py"):
+    with pytest.raises(BuildError, match=r"not of the tree: megatron/core/removed.py"):
         build_wheel(dirty, tmp_path / "dirty-out", build_python, 0)
 
 
