@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from buildtools import doctor
@@ -9,7 +10,15 @@ from buildtools.apply import Engine
 from buildtools.console import BuildError, step
 from buildtools.environments import build_environment, sdist_downloader
 from buildtools.manifest import make_manifest
-from buildtools.paths import OVERLAY, PATCHES, UPSTREAM_TOML, WORK, cache_dir, scratch_dir
+from buildtools.paths import (
+    OVERLAY,
+    PATCHES,
+    REQUIREMENTS,
+    UPSTREAM_TOML,
+    WORK,
+    cache_dir,
+    scratch_dir,
+)
 from buildtools.pin import Pin, read_pin
 from buildtools.series import load_patches
 from buildtools.tree import Recipe, assemble
@@ -36,6 +45,13 @@ def project_recipe(source: str, *, offline: bool) -> Recipe:
         cache=cache_dir(),
         download=downloader(offline=offline),
     )
+
+
+def fingerprint(recipe: Recipe) -> str:
+    """Return a hash of everything that decides the wheel, but for the compiler and Python."""
+    parts = [repr(recipe.pin).encode(), (REQUIREMENTS / "build.txt").read_bytes()]
+    parts += [patch.content for patch in recipe.patches]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
 def make_wheel(recipe: Recipe, engine: Engine, python: Path, out: Path) -> tuple[Path, str]:

@@ -31,7 +31,7 @@ from buildtools.paths import (
     scratch_dir,
 )
 from buildtools.pin import read_pin, write_lock
-from buildtools.project import downloader, make_wheel, project_recipe
+from buildtools.project import downloader, fingerprint, make_wheel, project_recipe
 from buildtools.tree import Recipe, assemble
 from buildtools.upstream import cached_sdist
 
@@ -78,13 +78,12 @@ def wheel(args: argparse.Namespace) -> int:
 def _environment_with_wheel(args: argparse.Namespace) -> Path:
     """Return the Python of the test environment, with the wheel of the present tree installed."""
     python = test_environment(offline=args.offline)
-    pin = read_pin(UPSTREAM_TOML)
-    wheels = WORK / "wheels" / pin.lock.assembled
+    recipe = _recipe(args)
+    wheels = WORK / "wheels" / fingerprint(recipe)
     found = list(wheels.glob("*.whl"))
-    # Assembling is what notices an edited patch or overlay: it runs even if the wheel is there.
-    if found:
+    if found:  # still assemble: that is what notices an edited overlay
         with step("assemble the tree"), scratch_dir(WORK) as scratch:
-            assemble(_recipe(args), ENGINES[args.engine](), scratch / "tree")
+            assemble(recipe, ENGINES[args.engine](), scratch / "tree")
     installed = found[0] if found else _make_wheel(args, wheels)[0]
     stamp = python.parent.parent / "installed-wheel"
     if not stamp.exists() or stamp.read_text() != str(installed):
@@ -106,7 +105,8 @@ def _environment_with_wheel(args: argparse.Namespace) -> Path:
 
 def _run_in_repository(command: list[str]) -> int:
     """Run ``command`` in the repository, with nothing on PYTHONPATH that shadows the wheel."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    dropped = ("PYTHONPATH", STARTED_BY)
+    environment = {key: value for key, value in os.environ.items() if key not in dropped}
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
