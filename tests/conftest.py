@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.rank_pool import RankPool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,3 +28,10 @@ def megatron_site(request: pytest.FixtureRequest) -> Path:
     if chosen is not None:
         return chosen
     return Path(str(importlib.metadata.distribution("megatron-core").locate_file("")))
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """The session's pool of ranks, each with an emulated CUDA device."""
+    with RankPool() as pool:
+        yield pool
