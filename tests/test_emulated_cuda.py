@@ -22,7 +22,6 @@ import torch.distributed as dist
 from tests import emulated_cuda
 from tests.rank_pool import RankPool
 
-__all__ = ["ranks"]
 
 KIB = 1024
 

@@ -14,7 +14,6 @@ import torch
 from tests import emulated_cuda
 from tests.rank_pool import RankPool
 
-__all__ = ["ranks"]
 
 KIB = 1024
 
