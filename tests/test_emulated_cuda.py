@@ -22,7 +22,6 @@ import torch.distributed as dist
 from tests import emulated_cuda
 from tests.rank_pool import RankPool
 
-
 KIB = 1024
 
 # For what torch's stubs leave out or leave untyped.

@@ -14,7 +14,6 @@ import torch
 from tests import emulated_cuda
 from tests.rank_pool import RankPool
 
-
 KIB = 1024
 
 # For what torch's stubs leave out or leave untyped.

@@ -16,7 +16,6 @@ import pytest
 
 from tests.rank_pool import RankPool, RanksFailed
 
-
 _ROOT = Path(__file__).parent.parent
 _seen: list[int] = []
 
