@@ -8,7 +8,7 @@ This file holds the command line and nothing else. Each verb is one function of
 import os
 import sys
 
-ROOT = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.realpath(__file__))
 sys.path.insert(0, ROOT)
 sys.dont_write_bytecode = True
 
@@ -17,6 +17,7 @@ from buildtools.interpreter import restart_under_required_python  # noqa: E402
 restart_under_required_python(ROOT, os.path.abspath(__file__))
 
 import argparse  # noqa: E402
+import signal  # noqa: E402
 
 from buildtools.console import BuildError  # noqa: E402
 from buildtools.verbs import VERBS  # noqa: E402
@@ -77,12 +78,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main() -> int:
     """Run the verb."""
     os.umask(0o022)  # file modes go into the wheel
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that scratch is removed
+    sys.stderr.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     args = parse(sys.argv[1:])
     try:
         return VERBS[args.verb](args)
-    except BuildError as error:
+    except (BuildError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ class GitEngine:
 
     def apply(self, patch: Patch) -> None:
         """Apply to worktree and index; `git apply` is all or nothing."""
-        self._git.run("apply", "--index", "-", stdin=patch.content)
+        self._git.run("apply", "--index", "-", stdin=patch.diff)
         for change in patch.changes:
             # git rewrites the file under the umask of whoever builds.
             path = self._git.worktree / change.path

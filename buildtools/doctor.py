@@ -1,7 +1,8 @@
 """Say whether a wheel, or an installed Megatron-core, is this project's and is intact.
 
 A patched package that was overwritten, edited, shadowed by a checkout on PYTHONPATH, or never
-patched at all looks the same from outside; each of these is a verdict of its own here.
+patched at all looks the same from outside; each of these is told apart here. It is a check against
+accidents and no signature: who rewrites a file, RECORD and the manifest alike is not caught.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import hashlib
 import io
 import json
 import subprocess
-import tempfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from buildtools.console import BuildError
 from buildtools.manifest import HELPER, NAME, PACKAGE, Manifest, parse_manifest
-from buildtools.objects import blob_id
+from buildtools.objects import blob_id, unsafe_path_reason
 
 
 class Verdict(enum.IntEnum):
@@ -69,72 +69,129 @@ def inspect_wheel(path: Path) -> Report:
             infos = {name.split("/")[0] for name in names if ".dist-info/" in name}
             if len(infos) != 1:
                 return Report(Verdict.DAMAGED, [f"{path}: not a wheel: {len(infos)} .dist-info"])
-            report = _examine(_Distribution(str(path), infos.pop(), names, archive.read))
-    except (zipfile.BadZipFile, OSError) as error:
-        return Report(Verdict.DAMAGED, [f"{path}: not a readable wheel: {error}"])
-    version = path.name.split("-")[1:2]
-    if report.verdict is Verdict.VERIFIED and [_version(report)] != version:
-        report.verdict = Verdict.DAMAGED
-        report.lines.append(f"DAMAGED: the file name says {version}, the contents say otherwise")
+            dist = _Distribution(str(path), infos.pop(), names, archive.read)
+            report = _examine(dist)
+            if report.verdict is Verdict.VERIFIED:
+                problems = _wheel_problems(dist, path.name, names)
+                if problems:
+                    shown = [f"DAMAGED: {problem}" for problem in problems]
+                    report = Report(Verdict.DAMAGED, report.lines[:-1] + shown)
+    except Exception as error:  # a damaged archive may fail in any way zipfile and zlib know
+        return Report(Verdict.DAMAGED, [f"{path}: not a readable wheel: {error!r}"])
     return report
 
 
-def _version(report: Report) -> str:
-    return report.lines[0].split()[1]
+def _wheel_problems(dist: _Distribution, file_name: str, names: list[str]) -> list[str]:
+    """What an installer would take from the archive beyond what RECORD vouches for."""
+    record = dist.read(f"{dist.dist_info}/RECORD").decode()
+    rows = [row for row in csv.reader(io.StringIO(record)) if row]
+    recorded = {row[0] for row in rows}
+    problems = [f"{name}: comes twice" for name in sorted({n for n in names if names.count(n) > 1})]
+    problems += [f"{name}: not in RECORD" for name in sorted(set(names) - recorded)]
+    problems += [f"{name}: only in RECORD" for name in sorted(recorded - set(names))]
+    problems += [
+        f"{row[0]}: RECORD has no hash of it"
+        for row in rows
+        if row[0] != f"{dist.dist_info}/RECORD" and not row[1:2][0]
+    ]
+    problems += [
+        f"{name}: does not belong into this wheel"
+        for name in sorted(names)
+        if not name.startswith((PACKAGE, f"{dist.dist_info}/"))
+        or "/__pycache__/" in name
+        or unsafe_path_reason(name)
+    ]
+    stem = dist.dist_info.removesuffix(".dist-info")
+    if not file_name.startswith(f"{stem}-cp"):
+        problems.append(f"the file is named {file_name}, its contents are {stem}'s")
+    return problems
 
 
 _PROBE = """
-import importlib.metadata, importlib.util, json, sys
-found = [d for d in importlib.metadata.distributions(name="megatron-core")]
-roots = {}
-for d in found:
-    roots.setdefault(str(d.locate_file("")), str(d._path))
-try:
-    spec = importlib.util.find_spec("megatron.core")
-except ModuleNotFoundError:
-    spec = None
-print(json.dumps({"dists": list(roots.items()), "origin": spec and spec.origin}))
+import sys
+if sys.path and sys.path[0] == "":
+    del sys.path[0]  # what -c adds; PYTHONPATH stays
+import importlib.metadata, importlib.util, json
+found = [
+    (str(d.locate_file("")), str(d._path))
+    for d in importlib.metadata.distributions(name="megatron-core")
+]
+origins = {}
+for name in ("megatron.core", "megatron.training"):
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        spec = None
+    except BaseException as error:
+        spec = None
+        origins["error"] = repr(error)
+    origins[name] = spec and spec.origin
+print("\\n" + json.dumps({"dists": found, "origins": origins}))
 """
 
 
 def inspect_installed(python: str) -> Report:
-    """Verify the Megatron-core that ``python`` imports, with its PYTHONPATH as it is."""
-    with tempfile.TemporaryDirectory() as empty:
-        try:
-            done = subprocess.run(
-                [python, "-c", _PROBE], cwd=empty, capture_output=True, text=True, check=False
-            )
-        except OSError as error:
-            return Report(Verdict.NOT_FOUND, [f"{python}: cannot be run: {error}"])
-    if done.returncode != 0:
+    """Verify the Megatron-core that ``python`` imports, with its PYTHONPATH as it is.
+
+    The current directory, which ``python -c`` and ``python -m`` put first, is not considered.
+    """
+    try:
+        done = subprocess.run(
+            [python, "-c", _PROBE], capture_output=True, text=True, timeout=60, check=False
+        )
+        probe = json.loads(done.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError) as error:
+        return Report(Verdict.NOT_FOUND, [f"{python}: cannot be run: {error}"])
+    except (ValueError, IndexError):
         return Report(Verdict.NOT_FOUND, [f"{python}: failed: {done.stderr.strip()[-300:]}"])
-    probe = json.loads(done.stdout)
+    origin = probe["origins"]["megatron.core"]
     if not probe["dists"]:
         lines = [f"megatron-core is not installed for {python}"]
-        if probe["origin"]:
-            lines.append(f"NOT PATCHED: but `import megatron.core` takes {probe['origin']}")
+        if origin:
+            lines.append(f"NOT PATCHED: but `import megatron.core` takes {origin}")
             return Report(Verdict.NOT_PATCHED, lines)
         return Report(Verdict.NOT_FOUND, lines)
     root, info = (Path(text) for text in probe["dists"][0])
+    try:
+        report = _examine(_installation(root, info))
+    except Exception as error:  # whatever is wrong with the files, they are not as built
+        return Report(Verdict.DAMAGED, [f"{root}: cannot be examined: {error!r}"])
+    beside = [text for where, text in probe["dists"] if where == str(root) and text != str(info)]
+    if report.verdict is Verdict.NOT_PATCHED and not beside:
+        return report
+    problems = [
+        f"SHADOWED: `import {name}` takes {probe['origins'][name]}, not {expected}"
+        for name in ("megatron.core", "megatron.training")
+        if not _is_same(probe["origins"][name], expected := root / name.replace(".", "/"))
+    ]
+    problems += [f"DAMAGED: {probe['origins']['error']}"] if "error" in probe["origins"] else []
+    problems += [f"DAMAGED: a second installation is recorded in {text}" for text in beside]
+    if problems:
+        kept = [line for line in report.lines if not line.startswith("VERIFIED")]
+        return Report(Verdict.DAMAGED, kept + problems)
+    return report
+
+
+def _is_same(origin: str | None, package: Path) -> bool:
+    """Return whether a package's origin is its file in the directory it should be in."""
+    return origin is not None and Path(origin).resolve() == (package / "__init__.py").resolve()
+
+
+def _installation(root: Path, info: Path) -> _Distribution:
     try:
         record = (info / "RECORD").read_text(encoding="utf-8")
     except OSError:
         record = ""
     names = {row[0] for row in csv.reader(io.StringIO(record)) if row}
-    for package in ("core", "training"):  # what lies there without being recorded is imported too
-        found = (root / "megatron" / package).rglob("*.py")
-        names.update(path.relative_to(root).as_posix() for path in found)
-    report = _examine(
-        _Distribution(str(root), info.name, sorted(names), lambda name: (root / name).read_bytes())
+    for package in ("core", "training"):  # what lies there unrecorded is imported all the same
+        for path in (root / "megatron" / package).rglob("*"):
+            if path.is_file():
+                names.add(path.relative_to(root).as_posix())
+    if (root / "megatron" / "__init__.py").exists():
+        names.add("megatron/__init__.py")
+    return _Distribution(
+        str(root), info.name, sorted(names), lambda name: (root / name).read_bytes()
     )
-    expected = root / "megatron" / "core" / "__init__.py"
-    origin = probe["origin"]
-    if report.verdict is not Verdict.NOT_PATCHED and (
-        origin is None or Path(origin).resolve() != expected.resolve()
-    ):
-        report.verdict = Verdict.DAMAGED
-        report.lines.append(f"SHADOWED: `import megatron.core` takes {origin}, not {expected}")
-    return report
 
 
 def _examine(dist: _Distribution) -> Report:

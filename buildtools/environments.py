@@ -7,12 +7,14 @@ change.  The network is used for packages only, and only when the cache does not
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from buildtools.console import BuildError, step
@@ -53,24 +55,39 @@ def _venv(name: str, requirements: str, install: Callable[[Path], None]) -> Path
     content = (REQUIREMENTS / requirements).read_bytes() + sys.version.encode()
     stamp = hashlib.sha256(content).hexdigest()
     stamp_file = destination / _STAMP
-    if stamp_file.exists() and stamp_file.read_text() == stamp:
-        return python
-    with step(f"make the {name} environment"), scratch_dir(destination.parent) as scratch:
-        # Scripts inside a venv hold its path, so it is made in place and stamped last.
-        if destination.exists():
-            destination.rename(scratch / "old")
-        run_logged(
-            [sys.executable, "-m", "venv", str(destination)],
-            f"python -m venv (Debian: apt-get install python{sys.version_info[0]}."
-            f"{sys.version_info[1]}-venv)",
-        )
-        install(python)
-        stamp_file.write_text(stamp)
+    with _locked(WORK / "env.lock"):
+        if python.exists() and stamp_file.exists() and stamp_file.read_text() == stamp:
+            return python
+        with step(f"make the {name} environment"), scratch_dir(destination.parent) as scratch:
+            # Scripts inside a venv hold its path, so it is made in place and stamped last.
+            if destination.exists():
+                destination.rename(scratch / "old")
+            _make_venv(destination)
+            install(python)
+            stamp_file.write_text(stamp)
     return python
 
 
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Let one build of this clone at a time make environments."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def _make_venv(destination: Path) -> None:
+    run_logged(
+        [sys.executable, "-I", "-m", "venv", str(destination)],
+        f"python -m venv (Debian: apt-get install python{sys.version_info[0]}."
+        f"{sys.version_info[1]}-venv)",
+    )
+
+
 def _pip(python: Path, *arguments: str) -> list[str]:
-    return [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
+    # -I: neither the current directory nor PYTHONPATH may offer modules to the build.
+    return [str(python), "-I", "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
 
 
 def _install_hashed(python: Path, requirements: Path, *, offline: bool) -> None:
@@ -91,14 +108,20 @@ def _install_hashed(python: Path, requirements: Path, *, offline: bool) -> None:
             )  # fmt: skip
             swap_in(scratch / "new", packages)
     # A user's pip settings (constraints, targets) must not decide what the build runs with.
-    run_logged(
-        _pip(
-            python, "install", "--no-index", "--find-links", str(packages), "--require-hashes",
-            "--no-deps", "--requirement", str(requirements),
-        ),
-        f"installation of {requirements.name}",
-        env={"PATH": os.defpath, "PIP_CONFIG_FILE": os.devnull},
-    )  # fmt: skip
+    try:
+        run_logged(
+            _pip(
+                python, "install", "--no-index", "--find-links", str(packages),
+                "--require-hashes", "--no-deps", "--requirement", str(requirements),
+            ),
+            f"installation of {requirements.name}",
+            env={"PATH": os.defpath, "PIP_CONFIG_FILE": os.devnull},
+        )  # fmt: skip
+    except BuildError as error:
+        shutil.rmtree(packages, ignore_errors=True)
+        raise BuildError(
+            f"{error}\nIts packages were removed from the cache ({packages}); run again"
+        ) from error
 
 
 def build_environment(*, offline: bool) -> Path:
@@ -180,4 +203,4 @@ def require_compiler() -> None:
 
 def cxx_command() -> list[str]:
     """Return the C++ compiler setuptools will call, as a list of words."""
-    return (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()
+    return (os.environ.get("CXX", "").strip() or sysconfig.get_config_var("CXX") or "c++").split()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 from buildtools.console import BuildError
@@ -116,19 +117,43 @@ class Git:
         return self.run("write-tree")
 
 
-def fetch_archive(url: str, ref: str, destination: Path, scratch: Path) -> str:
+_NETWORK = ("GIT_ASKPASS", "GIT_CONFIG", "GIT_PROXY", "GIT_SSH", "GIT_SSL", "GIT_TERMINAL")
+"""Starts of the variables that decide how git reaches a server, not which repository it is in."""
+
+
+def fetch_archive(
+    url: str, ref: str, patterns: Iterable[str], destination: Path, scratch: Path
+) -> str:
     """Write a tar archive of ``ref`` of the repository at ``url``; return the commit it names.
 
     The user's own git configuration holds here (proxies, credentials, mirrors): what arrives is
     verified by its tree id afterwards.
 
+    Args:
+        url: the repository.
+        ref: tag, branch or commit.
+        patterns: what to take, as in ``[shipped] paths``.
+        destination: the archive to write.
+        scratch: an empty directory for the repository that receives the fetch.
+
     Raises:
         BuildError: the repository or the ref could not be fetched.
     """
+    # A hook or wrapper may have set GIT_DIR: without this, the user's repository would be ours.
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith("GIT_") or key.startswith(_NETWORK)
+    } | {"GIT_DIR": str(scratch)}
 
     def git(*arguments: str) -> str:
         done = subprocess.run(
-            ["git", *arguments], cwd=scratch, capture_output=True, text=True, check=False
+            ["git", *arguments],
+            cwd=scratch,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode != 0:
             raise BuildError(f"cannot fetch {ref} from {url}: {done.stderr.strip()}")
@@ -136,10 +161,14 @@ def fetch_archive(url: str, ref: str, destination: Path, scratch: Path) -> str:
 
     if not available():
         raise BuildError("the source kind 'git' needs git, which was not found")
+    if ref.startswith("-") or url.startswith("-"):
+        raise BuildError(f"[source.git] of upstream.toml: {url} and {ref} must not start with '-'")
     git("init", "--quiet", "--bare")
-    git("fetch", "--quiet", "--depth", "1", "--no-tags", url, ref)
+    git("fetch", "--quiet", "--depth", "1", "--no-tags", "--", url, ref)
     commit = git("rev-parse", "FETCH_HEAD^{commit}")
     # tar.umask would else follow the user's umask, and export-subst the repository's attributes
     # may change bytes: the tree id check after unpacking sees both.
-    git("-c", "tar.umask=0022", "archive", "--format=tar", "-o", str(destination), commit)
+    wanted = [f":(glob){pattern}" for pattern in patterns]
+    archive = ["archive", "--format=tar", "-o", str(destination), commit, "--"]
+    git("-c", "tar.umask=0022", *archive, *wanted)
     return commit

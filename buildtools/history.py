@@ -24,7 +24,7 @@ class History:
         self.git.commit_all("pristine")
         self._commits: dict[str, str] = {}
         for patch in patches:
-            self.git.run("apply", "--index", "-", stdin=patch.content)
+            self.git.run("apply", "--index", "-", stdin=patch.diff)
             self._commits[patch.name] = self.git.commit_all(patch.message)
 
     def without(self, name: str) -> list[str]:

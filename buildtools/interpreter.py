@@ -16,6 +16,9 @@ STARTED_BY = "MEGATRON_NVME_STARTED_BY"
 """Environment variable that holds the interpreter ``build.py`` was started with; ``doctor
 --installed`` inspects that one's environment, not the environment of the Python 3.12 we found."""
 
+_RESTARTED = "MEGATRON_NVME_RESTARTED"
+"""Set across the restart: an interpreter that lies about its version must not loop for ever."""
+
 
 def _candidates(root: str) -> Iterator[Tuple[str, str]]:
     """Yield ``(where it comes from, command)`` in the order in which they are tried."""
@@ -25,7 +28,7 @@ def _candidates(root: str) -> Iterator[Tuple[str, str]]:
     version_file = os.path.join(root, ".python-version")
     if os.path.exists(version_file):
         with open(version_file) as stream:
-            pin = stream.read().split()[0]
+            pin = (stream.read().split() or [""])[0]
         pyenv = os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv"))
         versions = os.path.join(pyenv, "versions")
         if os.path.isdir(versions):
@@ -41,9 +44,13 @@ def _describe(command: str, root: str) -> Optional[Tuple[str, str]]:
     probe = "import sys; print('%d.%d' % sys.version_info[:2]); print(sys.executable)"
     try:
         output = subprocess.check_output(
-            [command, "-c", probe], cwd=root, stderr=subprocess.DEVNULL, universal_newlines=True
+            [command, "-c", probe],
+            cwd=root,
+            stderr=subprocess.DEVNULL,
+            universal_newlines=True,
+            timeout=20,
         ).splitlines()
-    except (OSError, subprocess.CalledProcessError):
+    except (OSError, subprocess.SubprocessError):
         return None
     return (output[0], output[1]) if len(output) == 2 else None
 
@@ -59,13 +66,18 @@ def restart_under_required_python(root: str, script: str) -> None:
         SystemExit: no Python 3.12 was found; the message names what was tried and how to get one.
     """
     os.environ.setdefault(STARTED_BY, sys.executable)
+    restarted = os.environ.pop(_RESTARTED, None)
     if sys.version_info[:2] == REQUIRED:
         return
+    if restarted:
+        sys.stderr.write("error: %s said it was Python 3.12 and is not\n" % restarted)
+        sys.exit(1)
     wanted = "%d.%d" % REQUIRED
     tried = []
     for origin, command in _candidates(root):
         found = _describe(command, root)
         if found and found[0] == wanted:
+            os.environ[_RESTARTED] = command
             os.execv(found[1], [found[1], script] + sys.argv[1:])
         tried.append("  %-24s %s: %s" % (origin, command, found[0] if found else "not found"))
     sys.stderr.write(

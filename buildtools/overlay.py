@@ -54,8 +54,15 @@ def collisions(files: list[str], tree: Path) -> list[str]:
     for path in files:
         lowered = path.lower()
         parents = [lowered[:n] for n, letter in enumerate(lowered) if letter == "/"]
+        module = lowered.removesuffix(".py")
+        packages = [f"{parent}.py" for parent in parents]
         if lowered in upstream:
             found.append(f"{path}: upstream has {upstream[lowered]}")
+        elif module in directories:
+            found.append(f"{path}: upstream has a package of that name, which would hide it")
+        elif any(package in upstream for package in packages):
+            hidden = next(package for package in packages if package in upstream)
+            found.append(f"{path}: its package would hide upstream's module {upstream[hidden]}")
         elif lowered in directories:
             found.append(f"{path}: upstream has a directory of that name")
         else:

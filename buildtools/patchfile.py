@@ -62,11 +62,21 @@ class FileChange:
 
 @dataclass(frozen=True)
 class Patch:
-    """A parsed patch file."""
+    """A parsed patch file.
+
+    Attributes:
+        name: its file name.
+        message: the mail before the diff.
+        changes: what the diff does.
+        diff: the bytes that were parsed as the diff; an engine gets these alone, since git would
+            also apply what looks like a diff inside the message.
+        content: the whole file.
+    """
 
     name: str
     message: str
     changes: tuple[FileChange, ...]
+    diff: bytes
     content: bytes
 
     @property
@@ -85,6 +95,13 @@ def parse_patch(name: str, content: bytes) -> Patch:
     Raises:
         BuildError: the file is not such a patch; the message names the file, path and reason.
     """
+    try:
+        return _parse(name, content)
+    except (IndexError, ValueError) as error:
+        raise _fail(name, f"malformed patch: {error}") from error
+
+
+def _parse(name: str, content: bytes) -> Patch:
     # Latin-1 maps every byte to one character and back, whatever encoding the patched file has.
     lines = content.decode("latin-1").split("\n")
     first = next((n for n, line in enumerate(lines) if _DIFF.match(line)), len(lines))
@@ -102,7 +119,8 @@ def parse_patch(name: str, content: bytes) -> Patch:
     paths = [change.path for change in changes]
     if len(set(paths)) != len(paths):
         raise _fail(name, "touches a file twice")
-    return Patch(name, message, tuple(changes), content)
+    diff = "\n".join(lines[first:]).encode("latin-1")
+    return Patch(name, message, tuple(changes), diff, content)
 
 
 def _parse_change(name: str, lines: list[str], position: int) -> tuple[FileChange, int]:

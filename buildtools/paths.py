@@ -48,4 +48,9 @@ def swap_in(new: Path, destination: Path) -> None:
     with scratch_dir(destination.parent) as trash:
         if destination.exists():
             destination.rename(trash / "old")
-        new.rename(destination)
+        try:
+            new.rename(destination)
+        except OSError:
+            if (trash / "old").exists():
+                (trash / "old").rename(destination)
+            raise

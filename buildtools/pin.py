@@ -92,4 +92,6 @@ def write_lock(path: Path, lock: Lock) -> None:
         )
         if not marker or count != 1:
             raise BuildError(f'{path}: [lock] must hold exactly one line `{key} = "..."`')
-    path.write_text(head + marker + tail, encoding="utf-8")
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(head + marker + tail, encoding="utf-8")
+    new.replace(path)

@@ -23,7 +23,14 @@ from buildtools.pin import Pin, read_pin
 from buildtools.series import load_patches
 from buildtools.tree import Recipe, assemble
 from buildtools.upstream import Download, Source
-from buildtools.wheel import add_manifest, build_wheel, publish, tool_versions
+from buildtools.wheel import (
+    add_manifest,
+    build_wheel,
+    package_files,
+    publish,
+    tool_versions,
+    verify_contents,
+)
 
 
 def downloader(*, offline: bool) -> Download | None:
@@ -75,9 +82,11 @@ def make_wheel(recipe: Recipe, engine: Engine, python: Path, out: Path) -> tuple
         with step("assemble the tree"):
             lock = assemble(recipe, engine, tree)
         manifest = make_manifest(recipe, lock, tree, PATCHES, tool_versions(python))
+        expected = package_files(tree)
         with step("build the wheel"):
             plain = build_wheel(tree, scratch / "plain", python, epoch)
             wheel = add_manifest(plain, manifest, python, epoch, scratch / "final")
+        verify_contents(wheel, tree, expected)
         report = doctor.inspect_wheel(wheel)
         if report.verdict is not doctor.Verdict.VERIFIED:
             raise BuildError("\n".join(["the wheel that was built is not sound:", *report.lines]))

@@ -73,9 +73,10 @@ def read_series(directory: Path) -> list[str]:
     """Return the patch names in ``directory/series``, in order, without comments."""
     try:
         lines = (directory / "series").read_text(encoding="utf-8").splitlines()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise BuildError(f"cannot read the series: {error}") from error
-    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    names = [line.strip() for line in lines]
+    return [name for name in names if name and not name.startswith("#")]
 
 
 def load_patches(directory: Path) -> list[Patch]:
@@ -92,8 +93,10 @@ def load_patches(directory: Path) -> list[Patch]:
             patches.append(parse_patch(name, (directory / name).read_bytes()))
         except BuildError as error:
             problems.append(str(error))
-        except OSError:
+        except FileNotFoundError:
             continue  # reported as missing above
+        except OSError as error:
+            problems.append(f"{name}: cannot be read: {error.strerror}")
     problems += _chain_problems(patches)
     if problems:
         raise BuildError("\n".join(["the patch series is not sound:", *problems]))
@@ -101,7 +104,8 @@ def load_patches(directory: Path) -> list[Patch]:
 
 
 def _order_problems(names: list[str], directory: Path) -> Iterator[str]:
-    present = {path.name for path in directory.iterdir() if path.suffix == ".patch"}
+    present = {path.name for path in directory.iterdir()} - {"series", "README.md"}
+    present -= {"tripwires.toml"}
     for name in sorted(set(names) - present):
         yield f"{name}: missing: the series lists it, but there is no such file"
     for name in sorted(present - set(names)):

@@ -36,8 +36,8 @@ class Source:
         """Parse the value of ``--source``."""
         if text in ("index", "git"):
             return cls(text)
-        if not Path(text).exists():
-            raise BuildError(f"--source {text}: expected index, git or an existing path")
+        if not (Path(text).is_file() or Path(text).is_dir()):
+            raise BuildError(f"--source {text}: expected index, git, or an archive or directory")
         return cls("path", Path(text))
 
 
@@ -98,7 +98,8 @@ def _cached_git_archive(pin: Pin, cache: Path, *, offline: bool) -> Path:
             bare = scratch / "bare"
             bare.mkdir()
             arrived = scratch / "archive.tar"
-            commit = git.fetch_archive(pin.git_url, pin.git_commit or pin.git_ref, arrived, bare)
+            ref = pin.git_commit or pin.git_ref
+            commit = git.fetch_archive(pin.git_url, ref, pin.shipped, arrived, bare)
             if pin.git_commit and commit != pin.git_commit:
                 raise BuildError(f"{pin.git_ref}: expected commit {pin.git_commit}, got {commit}")
             pristine = scratch / "pristine"
@@ -221,7 +222,12 @@ def fetch(
         if source.kind == "index":
             unpack(cached_sdist(pin, cache, download), raw, strip_top=True)
         elif source.kind == "git":
-            unpack(_cached_git_archive(pin, cache, offline=download is None), raw, strip_top=False)
+            cached = _cached_git_archive(pin, cache, offline=download is None)
+            try:
+                unpack(cached, raw, strip_top=False)
+            except BuildError as error:
+                cached.unlink()
+                raise BuildError(f"{error}; it was removed from the cache, run again") from error
         elif source.path is not None and source.path.is_dir():
             raw = source.path
         elif source.path is not None:

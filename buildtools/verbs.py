@@ -40,6 +40,12 @@ def _recipe(args: argparse.Namespace) -> Recipe:
     return project_recipe(args.source, offline=args.offline)
 
 
+def _output(args: argparse.Namespace, default: Path) -> Path:
+    if args.output == "":
+        raise BuildError("--output is empty; name a directory, or leave it out")
+    return default if args.output is None else Path(args.output)
+
+
 def fetch(args: argparse.Namespace) -> int:
     """Put the pinned source distribution into the cache."""
     pin = read_pin(UPSTREAM_TOML)
@@ -49,8 +55,8 @@ def fetch(args: argparse.Namespace) -> int:
 
 def tree(args: argparse.Namespace) -> int:
     """Assemble the patched tree."""
-    destination = Path(args.output) if args.output else TREE
-    if args.output and destination.exists():
+    destination = _output(args, TREE)
+    if args.output is not None and destination.exists():
         raise BuildError(f"--output {destination} exists; name a directory that does not")
     with step("assemble the tree"):
         lock = assemble(_recipe(args), ENGINES[args.engine](), destination)
@@ -66,10 +72,10 @@ def _make_wheel(args: argparse.Namespace, out: Path) -> tuple[Path, str]:
 
 def wheel(args: argparse.Namespace) -> int:
     """Build the wheel."""
-    path, digest = _make_wheel(args, Path(args.output) if args.output else DIST)
-    if not args.output:  # so that dist/*.whl is this wheel
-        for stale in DIST.glob("*.whl*"):
-            if stale.name not in (path.name, f"{path.name}.sha256"):
+    path, digest = _make_wheel(args, _output(args, DIST))
+    if args.output is None:  # so that dist/megatron_core-*.whl is this wheel
+        for stale in DIST.glob("megatron_core-*+nvme.*.whl*"):
+            if stale.is_file() and stale.name not in (path.name, f"{path.name}.sha256"):
                 stale.unlink()
     say(f"{path}\nsha256 {digest}")
     return 0
@@ -125,10 +131,10 @@ def train_example(args: argparse.Namespace) -> int:
 
 def doctor(args: argparse.Namespace) -> int:
     """Examine a wheel or an installation; the verdict is the exit status."""
-    if args.wheel:
-        report = doctors.inspect_wheel(Path(args.wheel))
-    else:
+    if args.installed:
         report = doctors.inspect_installed(args.python or os.environ[STARTED_BY])
+    else:
+        report = doctors.inspect_wheel(Path(args.wheel))
     say("\n".join(report.lines))
     return int(report.verdict)
 
@@ -146,10 +152,17 @@ def pin(args: argparse.Namespace) -> int:
     """Record the trees the series makes now, and remake the generated files."""
     recipe = _recipe(args)
     checks.lint(recipe, ROOT)
-    for path, text in checks.generated_files(recipe, PATCHES).items():
-        path.write_text(text, encoding="utf-8")
-    with step("assemble the tree"), scratch_dir(WORK) as scratch:
-        lock = assemble(recipe, ENGINES[args.engine](), scratch / "tree", locked=False)
+    generated = checks.generated_files(recipe, PATCHES)
+    before = {path: path.read_bytes() if path.exists() else b"" for path in generated}
+    try:
+        for path, text in generated.items():
+            path.write_text(text, encoding="utf-8")
+        with step("assemble the tree"), scratch_dir(WORK) as scratch:
+            lock = assemble(recipe, ENGINES[args.engine](), scratch / "tree", locked=False)
+    except BaseException:
+        for path, content in before.items():
+            path.write_bytes(content)
+        raise
     write_lock(UPSTREAM_TOML, lock)
     say(f"pristine {lock.pristine}\npatched {lock.patched}\nassembled {lock.assembled}")
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import zipfile
 from email.parser import Parser
@@ -49,10 +50,10 @@ def build_wheel(tree: Path, out: Path, python: Path, epoch: int) -> Path:
     Raises:
         BuildError: the build failed, or left something out, or packed something else.
     """
-    expected = {path for path in files_below(tree) if path.startswith(PACKAGE)}
+    expected = package_files(tree)  # before the build leaves its own files in the tree
     run_logged(
         [
-            str(python), "-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps",
+            str(python), "-I", "-m", "pip", "--disable-pip-version-check", "wheel", "--no-deps",
             "--no-build-isolation", "--no-index", "--no-cache-dir", "--wheel-dir", str(out), ".",
         ],
         "the build of the wheel",
@@ -62,11 +63,34 @@ def build_wheel(tree: Path, out: Path, python: Path, epoch: int) -> Path:
     wheels = list(out.glob("*.whl"))
     if len(wheels) != 1:
         raise BuildError(f"expected one wheel in {out}, got {[path.name for path in wheels]}")
-    _verify_contents(wheels[0], tree, expected)
+    verify_contents(wheels[0], tree, expected)
+    _load_helper(wheels[0], out / "helper", python)
     return wheels[0]
 
 
-def _verify_contents(wheel: Path, tree: Path, expected: set[str]) -> None:
+def package_files(tree: Path) -> set[str]:
+    """Return the paths of ``tree`` that belong into the wheel."""
+    return {path for path in files_below(tree) if path.startswith(PACKAGE)}
+
+
+def _load_helper(wheel: Path, scratch: Path, python: Path) -> None:
+    """Import the compiled helper: a compiler may succeed and leave something else."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.startswith(HELPER)]
+        path = archive.extract(name, scratch)
+    code = (
+        "import importlib.util as u, sys; s = u.spec_from_file_location('helpers_cpp', "
+        "sys.argv[1]); m = u.module_from_spec(s); s.loader.exec_module(m); m.build_sample_idx_int32"
+    )
+    run_logged([str(python), "-I", "-c", code, path], "loading the compiled dataset helper")
+
+
+def verify_contents(wheel: Path, tree: Path, expected: set[str]) -> None:
+    """Compare a wheel with the tree it was built from.
+
+    Raises:
+        BuildError: it lacks a file or the compiled helper, has one too many, or one differs.
+    """
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
         packed = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
@@ -106,7 +130,7 @@ def add_manifest(wheel: Path, manifest: Manifest, python: Path, epoch: int, out:
         raise BuildError(
             f"version: expected {manifest.version}, METADATA has {version}, file {wheel.name}"
         )
-    tool = [str(python), "-m", "wheel"]
+    tool = [str(python), "-I", "-m", "wheel"]
     unpacked = wheel.parent / "unpacked"
     run_logged([*tool, "unpack", "--dest", str(unpacked), str(wheel)], "wheel unpack")
     root = next(unpacked.iterdir())
@@ -122,13 +146,23 @@ def tool_versions(python: Path) -> dict[str, str]:
     """Return the versions of what decides the bytes of a wheel."""
     packages = ("setuptools", "pybind11", "wheel")
     code = f"import importlib.metadata as m; print(*(m.version(p) for p in {packages!r}))"
-    versions = run_logged([str(python), "-c", code], "reading tool versions").split()
-    compiler = run_logged([*cxx_command(), "--version"], "reading the compiler's version")
+    versions = _first_line([str(python), "-I", "-c", code]).split()
+    compiler = _first_line([*cxx_command(), "--version"])
     return {
         "python": sys.version.split()[0],
         **dict(zip(packages, versions, strict=True)),
-        "compiler": compiler.splitlines()[0],
+        "compiler": compiler,
     }
+
+
+def _first_line(command: list[str]) -> str:
+    """Return the first line of standard output, in the environment of the build."""
+    done = subprocess.run(
+        command, env=_environment(0), capture_output=True, text=True, errors="replace", check=False
+    )
+    if done.returncode != 0 or not done.stdout:
+        raise BuildError(f"{' '.join(command)} failed: {done.stderr.strip()[-300:]}")
+    return done.stdout.splitlines()[0]
 
 
 def publish(wheel: Path, directory: Path) -> tuple[Path, str]:
@@ -136,7 +170,12 @@ def publish(wheel: Path, directory: Path) -> tuple[Path, str]:
     digest = sha256_of(wheel)
     directory.mkdir(parents=True, exist_ok=True)
     destination = directory / wheel.name
-    shutil.move(wheel, destination)
+    arriving = directory / f".{wheel.name}.new"
+    try:
+        shutil.copyfile(wheel, arriving)
+        arriving.replace(destination)
+    finally:
+        arriving.unlink(missing_ok=True)
     sums = directory / f"{wheel.name}.sha256"
     sums.write_text(f"{digest}  {wheel.name}\n", encoding="utf-8")
     return destination, digest

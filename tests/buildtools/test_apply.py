@@ -235,3 +235,15 @@ def test_a_tampered_archive_never_reaches_the_series(toy: Toy) -> None:
 
     assert f"expected {toy.pin.sdist_sha256}, got {sha256_of(toy.sdist)}" in str(caught.value)
     assert not toy.tree.exists()
+
+
+@BOTH_ENGINES
+def test_a_diff_hidden_in_the_message_is_not_applied(toy: Toy, engine: str) -> None:
+    """Git apply takes whatever looks like a diff, wherever it stands in its input."""
+    hidden = (
+        f"--- a/{OPTIMIZER}\n+++ b/{OPTIMIZER}\n@@ -1,3 +1,4 @@\n rate_1 = 1\n+evil = 1\n"
+        " rate_2 = 2\n rate_3 = 3\n\nWhen off:"
+    )
+    toy.rewrite(2, "When off:", hidden)
+
+    assert toy.assemble(engine) == toy.pin.lock

@@ -86,3 +86,34 @@ def test_scratch_is_gone_after_an_error_and_swap_leaves_no_trash(tmp_path: Path)
 
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
     assert (tmp_path / "old" / "x").exists()
+
+
+def test_a_swap_that_fails_restores_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "precious").write_text("x")
+
+    with pytest.raises(OSError):
+        swap_in(tmp_path / "never-made", tmp_path / "old")
+
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert (tmp_path / "old" / "precious").exists()
+
+
+@pytest.mark.parametrize("arguments", [["tree", "--output", ""], ["wheel", "--output", ""]])
+def test_an_empty_output_is_refused(arguments: list[str]) -> None:
+    done = _build(*arguments)
+
+    assert done.returncode == 1
+    assert "--output is empty" in done.stderr
+
+
+def test_an_os_error_is_a_message(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+
+    done = _build("fetch", MEGATRON_NVME_CACHE=str(tmp_path / "file"))
+
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in done.stderr

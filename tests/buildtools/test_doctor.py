@@ -216,3 +216,100 @@ def test_the_verdict_is_the_exit_status(installation: Installation, wheel: Path)
     (installation.site / HELPERS).unlink()
     assert status(str(wheel) + ".none") == 4
     assert status() == 2
+
+
+def _added(wheel: Path, out: Path, members: dict[str, bytes]) -> Path:
+    """Copy a wheel, with members added behind RECORD's back."""
+    copy = _rewritten(wheel, out, lambda name, data: data)
+    with zipfile.ZipFile(copy, "a") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return copy
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "megatron_core-0.19.2+nvme.1.data/purelib/megatron/core/package_info.py",
+        "evil.pth",
+        "../evil.py",
+        "other/__init__.py",
+        "megatron/core/__pycache__/package_info.cpython-312.pyc",
+        "megatron/core/left_over.py",
+    ],
+)
+def test_a_member_that_was_added_is_named(wheel: Path, tmp_path: Path, name: str) -> None:
+    report = inspect_wheel(_added(wheel, tmp_path / "out", {name: b"x"}))
+
+    assert report.verdict is Verdict.DAMAGED
+    assert f"DAMAGED: {name}: " in "\n".join(report.lines)
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_a_member_that_comes_twice_is_named(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        content = archive.read(HELPERS)
+
+    report = inspect_wheel(_added(wheel, tmp_path / "out", {HELPERS: content}))
+
+    assert report.verdict is Verdict.DAMAGED
+    assert f"{HELPERS}: comes twice" in "\n".join(report.lines)
+
+
+def test_a_second_record_in_one_place_is_damage(installation: Installation) -> None:
+    stale = installation.site / "megatron_core-0.19.2.dist-info"
+    write_files(
+        stale, {"METADATA": "Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.19.2\n"}
+    )
+
+    verdict, text = installation.verdict()
+
+    assert verdict is Verdict.DAMAGED
+    assert "a second installation is recorded" in text
+
+
+@pytest.mark.parametrize("package", ["core", "training"])
+def test_either_package_can_be_shadowed_also_by_a_relative_path(
+    installation: Installation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    write_files(tmp_path / "checkout", {f"megatron/{package}/__init__.py": ""})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "checkout")
+
+    verdict, text = installation.verdict()
+
+    assert verdict is Verdict.DAMAGED
+    assert f"SHADOWED: `import megatron.{package}` takes" in text
+
+
+def test_the_current_directory_alone_shadows_nothing(
+    installation: Installation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tmp_path / "checkout", {"megatron/core/__init__.py": ""})
+    monkeypatch.chdir(tmp_path / "checkout")
+
+    assert installation.verdict()[0] is Verdict.VERIFIED
+
+
+@pytest.mark.parametrize(
+    "name", ["megatron/core/package_info.abi3.so", "megatron/core/package_info.pyc"]
+)
+def test_a_binary_that_python_would_prefer_is_named(installation: Installation, name: str) -> None:
+    (installation.site / name).write_bytes(b"x")
+
+    verdict, text = installation.verdict()
+
+    assert verdict is Verdict.DAMAGED
+    assert f"{name}: not part of what was built" in text
+
+
+def test_noise_of_the_environment_does_not_confuse(installation: Installation) -> None:
+    (installation.site / "noise.pth").write_text("import sys; print('noise')\n")
+
+    assert installation.verdict()[0] is Verdict.VERIFIED
+
+
+def test_an_empty_wheel_name_is_not_the_installation() -> None:
+    command = [sys.executable, str(ROOT / "build.py"), "doctor", ""]
+
+    assert subprocess.run(command, capture_output=True, check=False).returncode != 0

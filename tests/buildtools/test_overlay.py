@@ -17,6 +17,8 @@ from tests.buildtools.toy import OPTIMIZER, Toy, write_files
         (OPTIMIZER, f"{OPTIMIZER}: upstream has {OPTIMIZER}"),
         ("megatron/core/Optimizer.py", f"megatron/core/Optimizer.py: upstream has {OPTIMIZER}"),
         (f"{OPTIMIZER}/inner.py", f"{OPTIMIZER}/inner.py: upstream has a file {OPTIMIZER}"),
+        ("megatron/core/optimizer/__init__.py", f"would hide upstream's module {OPTIMIZER}"),
+        ("megatron/core/empty.py", "upstream has a package of that name, which would hide it"),
     ],
 )
 def test_a_collision_with_upstream_is_refused(toy: Toy, path: str, message: str) -> None:

@@ -110,3 +110,21 @@ def test_the_table_shows_every_patch_and_the_total(sound: Toy) -> None:
 
     assert text.count("| [000") == 3
     assert "Total: 3 patches, 2 files, 3 hunks, 5 changed lines." in text
+
+
+def test_a_patch_that_cannot_be_read_is_named(sound: Toy) -> None:
+    path = sound.patch_path(3)
+    path.unlink()
+    path.mkdir()
+
+    with pytest.raises(BuildError, match=r"0003-model-change-a-late-line\.patch: cannot be read"):
+        load_patches(sound.patches)
+
+
+def test_whatever_else_lies_in_the_folder_is_named(sound: Toy) -> None:
+    write_files(sound.patches, {"0004-a-b.diff": "x", "sub/0005-c-d.patch": "x"})
+
+    with pytest.raises(BuildError, match=r"0004-a-b\.diff: unlisted") as caught:
+        load_patches(sound.patches)
+
+    assert "sub: unlisted" in str(caught.value)

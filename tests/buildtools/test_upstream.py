@@ -251,5 +251,49 @@ def test_a_damaged_cache_is_noticed_and_emptied(toy: Toy) -> None:
 
 
 def test_an_unknown_source_is_refused() -> None:
-    with pytest.raises(BuildError, match="--source nowhere: expected index, git or an existing"):
+    with pytest.raises(BuildError, match="--source nowhere: expected index, git, or an archive or"):
         Source.parse("nowhere")
+
+
+def test_a_git_source_leaves_the_users_repository_alone(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hooks and wrappers set GIT_DIR; the fetch must not go there."""
+    _repository(toy, FILES)
+    mine = Git(write_files(tmp_path / "mine", {"a": "a"}))
+    mine.init()
+    head = mine.commit_all("mine")
+    before = entries_below(tmp_path / "mine")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "mine" / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(tmp_path / "mine"))
+
+    _fetch(toy, Source("git"), download=toy.download)
+
+    assert entries_below(tmp_path / "mine") == before
+    assert mine.run("rev-parse", "HEAD") == head
+
+
+@pytest.mark.parametrize("changes", [{"git_ref": "--upload-pack=x"}, {"git_url": "--exec=x"}])
+def test_a_ref_or_url_is_never_an_option(toy: Toy, changes: dict[str, str]) -> None:
+    with pytest.raises(BuildError, match="must not start with '-'"):
+        _fetch(toy, Source("git"), pin=replace(toy.pin, **changes), download=toy.download)  # type: ignore[arg-type]
+
+
+def test_links_outside_the_shipped_files_do_not_matter_to_a_git_source(toy: Toy) -> None:
+    write_files(Path(toy.pin.git_url), {"README.md": "x"})
+    (Path(toy.pin.git_url) / "AGENTS.md").symlink_to("README.md")
+    _repository(toy, FILES)
+
+    assert sorted(entries_below(_fetch(toy, Source("git"), download=toy.download))) == sorted(FILES)
+
+
+def test_a_damaged_git_cache_is_noticed_and_emptied(toy: Toy, tmp_path: Path) -> None:
+    _repository(toy, FILES)
+    _fetch(toy, Source("git"), download=toy.download).rename(tmp_path / "first")
+    (cached,) = (toy.root / "cache").rglob("*.tar")
+    cached.write_bytes(cached.read_bytes()[:700])
+
+    with pytest.raises(BuildError, match="removed from the cache"):
+        _fetch(toy, Source("git"))
+
+    assert not cached.exists()

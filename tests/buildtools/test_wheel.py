@@ -179,3 +179,32 @@ def test_the_build_runs_on_the_pinned_tools(build_python: Path) -> None:
         if "==" in line:
             assert line.split()[0] in listed
     assert sys.version_info[:2] == (3, 12)
+
+
+def test_a_compiler_that_leaves_rubbish_fails_the_build(
+    build_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        '#!/bin/sh\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && echo rubbish > "$2"; shift; done\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("CXX", str(compiler))
+
+    with pytest.raises(BuildError, match="loading the compiled dataset helper failed"):
+        build_wheel(_pristine(tmp_path / "tree"), tmp_path / "out", build_python, 0)
+
+
+def test_modules_of_the_users_directory_and_path_play_no_part(
+    wheel: Path, build_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traps = {name: "raise SystemExit('trap')\n" for name in ("wheel.py", "zipfile.py", "pip.py")}
+    write_files(tmp_path / "here", traps | {"setuptools-1.0.dist-info/METADATA": "Version: 1.0\n"})
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "here"))
+    monkeypatch.chdir(tmp_path / "here")
+
+    recipe = project_recipe("index", offline=False)
+    _, digest = make_wheel(recipe, PythonEngine(), build_python, tmp_path / "out")
+
+    assert digest == sha256_of(wheel)
