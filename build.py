@@ -1,9 +1,7 @@
 #!/usr/bin/env python3
-"""Build, test and verify the patched Megatron-core wheel; `build.py --help` lists the verbs.
+"""Build, test and verify the patched Megatron-core wheel."""
 
-This file holds the command line and nothing else. Each verb is one function of
-``buildtools/verbs.py``.
-"""
+# The command line and nothing else: each verb is one function of buildtools/verbs.py.
 
 import os
 import sys
@@ -23,7 +21,7 @@ from buildtools.console import BuildError  # noqa: E402
 from buildtools.verbs import VERBS  # noqa: E402
 
 EPILOG = """exit status: 0 success, 1 failure, 2 wrong usage; of `doctor`: 0 patched and intact,
-1 damaged or shadowed, 3 not patched, 4 nothing found"""
+1 damaged or shadowed, 3 not patched, 4 nothing found; always: 5 no Python 3.12"""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -55,8 +53,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("fetch", sources=False)
     for name in ("tree", "wheel"):
         add(name).add_argument("--output", help="directory for the result")
-    add("test").epilog = "other arguments are passed to pytest (default: -m 'not gpu')"
-    add("train-example").epilog = "other arguments are passed to examples/train_gpt.py"
+    add("test").epilog = "other arguments go to pytest (with -m 'not gpu' unless -m is given)"
+    add("train-example").epilog = (
+        "other arguments are passed to examples/train_gpt.py: --ranks N, --steps N, --text FILE, "
+        "--work-dir DIR, --keep; after `--`, to Megatron"
+    )
     doctor = add("doctor", sources=False)
     subject = doctor.add_mutually_exclusive_group(required=True)
     subject.add_argument("wheel", nargs="?", metavar="WHEEL", help="a wheel file")

@@ -90,15 +90,23 @@ def _pip(python: Path, *arguments: str) -> list[str]:
     return [str(python), "-I", "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
 
 
-def _install_hashed(python: Path, requirements: Path, *, offline: bool) -> None:
-    """Install with pip from the cache of packages, which is filled first if it lacks one."""
+def fetch_packages(name: str, python: Path, *, offline: bool) -> Path:
+    """Return the directory of the cache with the packages of a requirements file.
+
+    Args:
+        name: file name of the requirements.
+        python: a Python that has pip.
+        offline: whether they must be there already.
+    """
+    requirements = REQUIREMENTS / name
     packages = cache_dir() / "packages" / hashlib.sha256(requirements.read_bytes()).hexdigest()
     if not packages.exists():
         if offline:
             raise BuildError(
-                f"--offline: the packages of {requirements.name} are not in the cache {cache_dir()}"
+                f"--offline: the packages of {name} are not in the cache {cache_dir()}; run "
+                "`build.py fetch` online"
             )
-        with scratch_dir(packages.parent) as scratch:
+        with step(f"download the packages of {name}"), scratch_dir(packages.parent) as scratch:
             run_logged(
                 _pip(
                     python, "download", "--only-binary=:all:", "--require-hashes", "--no-deps",
@@ -107,6 +115,12 @@ def _install_hashed(python: Path, requirements: Path, *, offline: bool) -> None:
                 f"download of {requirements.name}",
             )  # fmt: skip
             swap_in(scratch / "new", packages)
+    return packages
+
+
+def _install_hashed(python: Path, requirements: Path, *, offline: bool) -> None:
+    """Install with pip from the cache of packages, which is filled first if it lacks one."""
+    packages = fetch_packages(requirements.name, python, offline=offline)
     # A user's pip settings (constraints, targets) must not decide what the build runs with.
     try:
         run_logged(

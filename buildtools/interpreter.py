@@ -16,6 +16,8 @@ STARTED_BY = "MEGATRON_NVME_STARTED_BY"
 """Environment variable that holds the interpreter ``build.py`` was started with; ``doctor
 --installed`` inspects that one's environment, not the environment of the Python 3.12 we found."""
 
+NO_PYTHON = 5
+"""Exit status when there is no Python 3.12: no verdict of the doctor's, and no failed build."""
 _RESTARTED = "MEGATRON_NVME_RESTARTED"
 """Set across the restart: an interpreter that lies about its version must not loop for ever."""
 
@@ -88,4 +90,4 @@ def restart_under_required_python(root: str, script: str) -> None:
         "  apt-get install python%s python%s-venv python%s-dev\n"
         % (wanted, "\n".join(tried), wanted, wanted, wanted, wanted, wanted)
     )
-    sys.exit(1)
+    sys.exit(NO_PYTHON)

@@ -115,7 +115,9 @@ def _parse(name: str, content: bytes) -> Patch:
         changes.append(change)
     # format-patch closes a file with "-- " and a version; `--no-signature` leaves an empty line.
     if any(line for line in lines[position:]):
-        raise _fail(name, f"line {position + 1}: text after the last hunk (truncated or edited?)")
+        raise _fail(
+            name, f"line {position + 1}: text after the last hunk (export with --no-signature)"
+        )
     paths = [change.path for change in changes]
     if len(set(paths)) != len(paths):
         raise _fail(name, "touches a file twice")

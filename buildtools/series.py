@@ -133,7 +133,8 @@ def _chain_problems(patches: list[Patch]) -> Iterator[str]:
             if blob != change.before:
                 yield (
                     f"{patch.name}: {change.path}: expects blob {change.before}, but {by} leaves "
-                    f"{blob} (order swapped, or one of them edited)"
+                    f"{blob} (order swapped, one of them edited, or a later patch of the file not "
+                    "exported again)"
                 )
             left[change.path] = (patch.name, change.after)
 

@@ -79,7 +79,8 @@ def verify_label(tree: Path, pin: Pin) -> None:
     version = source_version(tree)
     if version != pin.label:
         raise BuildError(
-            f"version label: upstream.toml says {pin.label}, the patched {PACKAGE_INFO} {version}"
+            f"version label: upstream.toml says {pin.label}, the patched {PACKAGE_INFO} {version}: "
+            "change PRE_RELEASE in the label patch, or [release] revision"
         )
     module = ast.parse((tree / PACKAGE_INFO).read_text(encoding="utf-8"))
     imports = [node for node in ast.walk(module) if isinstance(node, ast.Import | ast.ImportFrom)]

@@ -15,6 +15,7 @@ from buildtools.apply import ENGINES
 from buildtools.console import BuildError, say, step
 from buildtools.environments import (
     build_environment,
+    fetch_packages,
     require_compiler,
     run_logged,
     test_environment,
@@ -47,8 +48,9 @@ def _output(args: argparse.Namespace, default: Path) -> Path:
 
 
 def fetch(args: argparse.Namespace) -> int:
-    """Put the pinned source distribution into the cache."""
+    """Put all that `wheel --offline` needs into the cache."""
     pin = read_pin(UPSTREAM_TOML)
+    fetch_packages("build.txt", build_environment(offline=args.offline), offline=args.offline)
     say(str(cached_sdist(pin, cache_dir(), downloader(offline=args.offline))))
     return 0
 
@@ -119,8 +121,8 @@ def _run_in_repository(command: list[str]) -> int:
 def test(args: argparse.Namespace) -> int:
     """Set up the test environment and run the tests."""
     python = _environment_with_wheel(args)
-    chosen = args.passed_on or ["-m", "not gpu"]
-    return _run_in_repository([str(python), "-m", "pytest", *chosen])
+    chosen = [] if "-m" in args.passed_on else ["-m", "not gpu"]
+    return _run_in_repository([str(python), "-m", "pytest", *chosen, *args.passed_on])
 
 
 def train_example(args: argparse.Namespace) -> int:

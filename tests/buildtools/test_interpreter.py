@@ -73,7 +73,7 @@ def test_path_is_searched(repository: Path, tmp_path: Path) -> None:
 def test_without_python_3_12_the_error_says_how_to_get_it(repository: Path) -> None:
     done = _start(repository, "/nowhere", UV_PYTHON="/opt/none/python")
 
-    assert done.returncode == 1
+    assert done.returncode == 5
     assert "Python 3.12 is required" in done.stderr
     assert "UV_PYTHON" in done.stderr and "/opt/none/python: not found" in done.stderr
     for cure in ("pyenv install 3.12", "uv python install 3.12", "apt-get install python3.12"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -33,12 +34,18 @@ class Outcome:
     detail: str
 
 
-def run_pytest(node: str, scratch: Path, *options: str, cwd: Path) -> Outcome:
-    """Run one test in a process of its own, from the directory its node id starts in."""
+def run_pytest(
+    node: str, scratch: Path, *options: str, cwd: Path, site: Path | None = None
+) -> Outcome:
+    """Run one test in a process of its own, from the directory its node id starts in.
+
+    The Megatron in ``site`` comes before the installed one, also for the ranks of the test.
+    """
     report = scratch / "report.xml"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", node, f"--junitxml={report}", *options],
         cwd=cwd,
+        env=os.environ | ({"PYTHONPATH": str(site)} if site else {}),
         capture_output=True,
         text=True,
         check=False,
@@ -75,7 +82,9 @@ def test_the_guard_fails_without_its_patch(name: str, history: History, tmp_path
     recipe = project_recipe("index", offline=False)
     patch = next(patch for patch in recipe.patches if patch.name == name)
     reverted = history.without(name)
-    assert reverted == [*DEPENDENTS.get(name, []), name]
+    assert reverted == [*DEPENDENTS.get(name, []), name], (
+        f"{name} cannot be left out alone: name the others in DEPENDENTS"
+    )
     tree = tmp_path / "tree"
     history.git.run("checkout-index", "--all", f"--prefix={tree}/")
     lay_over(recipe.overlay, tree)
@@ -86,9 +95,10 @@ def test_the_guard_fails_without_its_patch(name: str, history: History, tmp_path
     subprocess.run([*pip, "--no-index", "--no-deps", "--target", str(site), str(wheel)], check=True)
 
     guard = parse_header(patch.message).trailers["Guard-Test"]
-    outcome = run_pytest(guard, tmp_path, "--megatron-site", str(site), cwd=ROOT)
+    outcome = run_pytest(guard, tmp_path, "--megatron-site", str(site), cwd=ROOT, site=site)
 
-    assert outcome.kind == "assertion", outcome.detail
+    ends = "passes" if outcome.kind == "passed" else "ends otherwise than by its assertion"
+    assert outcome.kind == "assertion", f"{guard} {ends} without {name}: {outcome.detail}"
 
 
 def test_a_guard_that_fails_by_an_import_error_is_no_proof(tmp_path: Path) -> None:
