@@ -14,6 +14,8 @@ runs on emulated CUDA (CPU tensors, gloo). The text to train on is the documenta
 from __future__ import annotations
 
 import argparse
+import gc
+import hashlib
 import importlib.util
 import json
 import os
@@ -41,13 +43,22 @@ MODEL_AND_TRAINING = shlex.split("""
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One way to train, by the Megatron arguments that it adds to the common ones."""
+    """One way to train, by the Megatron arguments it adds; ``{work}`` is the work directory."""
 
     name: str
     megatron_args: tuple[str, ...] = ()
 
 
-RUNS = (Run("stock"),)
+RUNS = (
+    Run("stock"),
+    Run(
+        "streamed",
+        (
+            *("--stream-optimizer-state-to-disk", "--stream-optimizer-state-dir", "{work}/state"),
+            *("--stream-optimizer-state-bucket-numel", "100000"),
+        ),
+    ),
+)
 
 
 # ---------------------------------------------------------------------------------- the launcher
@@ -58,7 +69,9 @@ class Record:
     """What the ranks of a run wrote down: exact floats, so that runs compare bit for bit."""
 
     losses: dict[int, list[list[float]]]  # step -> [loss sum, tokens] of each rank and microbatch
+    states: list[str]  # digest of weights, main params and moments before the last step, by rank
     peak_bytes: int
+    streamed_bytes: int
     about: str
 
     def mean_loss(self, step: int) -> float:
@@ -74,8 +87,13 @@ def read_record(record_dir: Path) -> Record:
     for entry in entries:
         if "step" in entry:
             losses.setdefault(entry["step"], []).append(entry["loss"])
-    peak = max(entry.get("peak_bytes", 0) for entry in entries)
-    return Record(losses, peak, entries[0]["about"])
+    return Record(
+        losses,
+        states=[entry["state"] for entry in entries if "state" in entry],
+        peak_bytes=max(entry.get("peak_bytes", 0) for entry in entries),
+        streamed_bytes=sum(entry.get("streamed_bytes", 0) for entry in entries),
+        about=entries[0]["about"],
+    )
 
 
 def launch(command: list[str], log: Path) -> None:
@@ -101,7 +119,8 @@ def straight_and_resumed(run: Run, command: list[str], steps: int, work: Path) -
     straight, resumed = work / f"{run.name}-straight", work / f"{run.name}-resumed"
     half, checkpoint = str(steps // 2), str(work / f"{run.name}-checkpoint")
     save = ["--save", checkpoint, "--save-interval", half, "--exit-interval", half]
-    command = [*command, *run.megatron_args, "--record-dir"]
+    run_args = [argument.format(work=work) for argument in run.megatron_args]
+    command = [*command, *run_args, "--record-dir"]
     launch([*command, str(straight)], work / f"{run.name}-straight.log")
     launch([*command, str(resumed), *save], work / f"{run.name}-first-half.log")
     launch([*command, str(resumed), "--load", checkpoint], work / f"{run.name}-second-half.log")
@@ -115,8 +134,10 @@ def report(columns: dict[str, Record]) -> bool:
     print(f"\n{first.about}\n\n{'step':>6}" + "".join(f"{name:>22}" for name in columns))
     for step in sorted({*steps[:: max(1, len(steps) // 20)], steps[-1]}):
         print(f"{step:>6}" + "".join(f"{r.mean_loss(step)!r:>22}" for r in columns.values()))
-    peaks = [f"{record.peak_bytes / 2**20:18.2f} MiB" for record in columns.values()]
-    print(f"{'peak':>6}" + "".join(peaks) + "  of device memory\n")
+    for name, title in (("peak_bytes", "peak"), ("streamed_bytes", "disk")):
+        sizes = [f"{getattr(record, name) / 2**20:18.2f} MiB" for record in columns.values()]
+        print(f"{title:>6}" + "".join(sizes))
+    print("peak: of device memory, of one rank; disk: optimizer state read and written, of all\n")
     start, end = first.mean_loss(steps[0]), first.mean_loss(steps[-1])
     passed = end < 0.9 * start  # without learning, batches differ by about 1%
     print(f"{first_name}: loss {start:.4f} -> {end:.4f}{'' if passed else ': DID NOT FALL'}")
@@ -124,7 +145,9 @@ def report(columns: dict[str, Record]) -> bool:
         different = [step for step in steps if record.losses.get(step) != first.losses[step]]
         verdict = f"DIFFERS at steps {different}" if different else "equal bit for bit"
         print(f"{name}: {verdict} ({len(steps)} steps, every rank's loss)")
-        passed = passed and not different
+        same = record.states == first.states
+        print(f"{name}: weights, main params and moments {'equal' if same else 'DIFFER'}")
+        passed = passed and not different and same
     return passed
 
 
@@ -256,6 +279,31 @@ def build_datasets(num_samples: list[int]) -> Any:
 build_datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron's "on every rank"
 
 
+def state_digest(model: Any) -> dict[str, Any]:
+    """Digests weights, main params and moments of this rank; tells the bytes streamed so far."""
+    from megatron.core.optimizer import ChainedOptimizer
+
+    # pretrain() keeps the optimizer to itself.
+    (chained,) = [each for each in gc.get_objects() if isinstance(each, ChainedOptimizer)]
+    digest, streamed = hashlib.sha256(), 0
+    tensors = [param.detach() for param in model.parameters()]
+    for optimizer in chained.chained_optimizers:
+        store = getattr(optimizer, "_nvme_state_store", None)
+        entries = {
+            id(entry.main): index for index, entry in enumerate(store.entries if store else ())
+        }
+        for main in (main for group in optimizer.param_groups for main in group["params"]):
+            if store is None:
+                state = optimizer.optimizer.state[main]
+                tensors += [main.detach(), state["exp_avg"], state["exp_avg_sq"]]
+            else:
+                tensors += store.read_entry(entries[id(main)]).values()
+        streamed += store.counters.bytes_read + store.counters.bytes_written if store else 0
+    for tensor in tensors:
+        digest.update(tensor.float().cpu().numpy().tobytes())
+    return {"state": digest.hexdigest(), "streamed_bytes": streamed}
+
+
 def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
     """Runs the model on the next microbatch; returns token losses and how to sum them up."""
     import torch
@@ -266,7 +314,9 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
 
     def sum_up(losses: Any) -> tuple[Any, Any, dict[str, Any]]:
         loss, num_tokens = (losses.float() * batch["loss_mask"]).sum(), batch["loss_mask"].sum()
-        write_record(step=get_args().curr_iteration + 1, loss=[loss.item(), num_tokens.item()])
+        step = get_args().curr_iteration + 1
+        last = state_digest(model) if step == get_args().train_iters else {}
+        write_record(step=step, loss=[loss.item(), num_tokens.item()], **last)
         return loss, num_tokens.int(), {"lm loss": torch.stack([loss.detach(), num_tokens])}
 
     return losses, sum_up

@@ -12,8 +12,16 @@ def test_the_example_trains_saves_and_resumes_bit_for_bit(tmp_path: Path) -> Non
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "emulated CUDA" in done.stdout
-    assert "equal bit for bit (12 steps, every rank's loss)" in done.stdout
-    assert "MiB  of device memory" in done.stdout and " 0.00 MiB" not in done.stdout
+    for name in ("stock-resumed", "streamed-straight", "streamed-resumed"):
+        assert f"{name}: equal bit for bit (12 steps, every rank's loss)" in done.stdout
+        assert f"{name}: weights, main params and moments equal" in done.stdout
+    peaks, streamed = (
+        [float(size) for size in line.split()[1::2]]
+        for line in done.stdout.splitlines()
+        if line.split()[:1] in (["peak"], ["disk"]) and "MiB" in line
+    )
+    assert 0 < peaks[2] < peaks[0], "the main params and moments are not on the device"
+    assert streamed[:2] == [0, 0] and streamed[2] > 0
     assert list(tmp_path.iterdir()) == []
 
 

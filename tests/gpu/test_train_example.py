@@ -19,4 +19,6 @@ def test_the_example_trains_saves_and_resumes_on_cuda(tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{torch.cuda.device_count()} CUDA GPUs" in done.stdout
-    assert "equal bit for bit (40 steps, every rank's loss)" in done.stdout
+    for name in ("stock-resumed", "streamed-straight", "streamed-resumed"):
+        assert f"{name}: equal bit for bit (40 steps, every rank's loss)" in done.stdout
+        assert f"{name}: weights, main params and moments equal" in done.stdout

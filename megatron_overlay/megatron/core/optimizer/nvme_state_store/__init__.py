@@ -1,0 +1,16 @@
+"""Optimizer state (FP32 main params and moments) on node-local NVMe, streamed through the step.
+
+Modules by rank; each imports only from the ranks above it, and only the adapters import Megatron:
+
+    errors, config, layout     what can go wrong; knobs; entries -> buckets -> byte extents
+    state_file, rank_directory one preallocated file; a private, locked directory for it
+    io_engine, staging         reads and writes with tickets; host and device slots
+    fingerprint, agreement     has a shard changed; do all ranks agree that nothing failed
+    bucket_optimizer           the update of one resident bucket by Megatron's own optimizer
+    pipeline                   the order of a step: read, upload, update, publish, download, write
+    checkpoint                 durable snapshot and restore
+    store                      lifetime and state; the only class callers hold
+    adapters                   distributed_optimizer, chained_optimizer, checkpoint_hooks, arguments
+
+This file imports nothing, so that a hook of upstream's pays only for the module it names.
+"""

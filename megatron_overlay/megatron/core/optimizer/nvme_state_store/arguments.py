@@ -1,0 +1,93 @@
+"""Megatron's command line: the flags of the store, and what cannot be used with them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from .config import DEFAULT_BUCKET_NUMEL
+
+_ON = "--stream-optimizer-state-to-disk"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags; each sets the `OptimizerConfig` field of its name."""
+    group = parser.add_argument_group(title="optimizer state streaming")
+    group.add_argument(
+        _ON,
+        action="store_true",
+        help="Keep FP32 main params and optimizer moments in files on a local disk and stream "
+        "them through the optimizer step.",
+    )
+    group.add_argument(
+        "--stream-optimizer-state-dir",
+        help="Directory on a local disk; each rank makes a private one below it and removes it at "
+        "exit (default: $SCRATCH or /scratch, with megatron_optimizer_state_<uid> below it).",
+    )
+    group.add_argument(
+        "--stream-optimizer-state-bucket-numel",
+        type=int,
+        default=DEFAULT_BUCKET_NUMEL,
+        help="Cap of what is on the device at once, in elements of 12 bytes; default %(default)s.",
+    )
+    return parser
+
+
+# Argument, value that is refused (None: any that is set), why, and what to do instead.
+_REFUSED: tuple[tuple[str, str, str], ...] = (
+    (
+        "fp8_param_gather",
+        "quantising params is a collective over all main params at once",
+        "leave out --fp8-param-gather",
+    ),
+    (
+        "fp4_param_gather",
+        "quantising params is a collective over all main params at once",
+        "leave out --fp4-param-gather",
+    ),
+    ("use_megatron_fsdp", "Megatron-FSDP owns the optimizer's weights", "leave it out"),
+    ("use_torch_fsdp2", "FSDP2 owns the optimizer's weights", "leave it out"),
+    (
+        "qk_clip",
+        "it reads and writes main params after the step",
+        "leave out --qk-clip",
+    ),
+    (
+        "ckpt_convert_format",
+        "conversion writes the optimizer's tensors, which are on disk",
+        "convert in a run without streaming",
+    ),
+    (
+        "dist_ckpt_optim_fully_reshardable",
+        "the streamed state is saved in a format of its own, for the same topology",
+        "leave out --dist-ckpt-optim-fully-reshardable",
+    ),
+)
+
+
+def validate_arguments(args: Any) -> None:
+    """Check Megatron's parsed arguments, and switch on what streaming needs.
+
+    Raises:
+        ValueError: another argument cannot be used with streaming; the message names it, the
+            reason and what to do.
+    """
+    args.defer_main_param_initialization = args.stream_optimizer_state_to_disk
+    if not args.stream_optimizer_state_to_disk:
+        if args.stream_optimizer_state_dir:
+            raise ValueError(f"--stream-optimizer-state-dir has no effect without {_ON}")
+        return
+    for name, reason, cure in _REFUSED:
+        if getattr(args, name, None):
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{_ON} cannot be used with {flag}: {reason}; {cure}")
+    if args.ckpt_format != "torch_dist":
+        raise ValueError(
+            f"{_ON} cannot be used with --ckpt-format {args.ckpt_format}: it serialises tensors "
+            "that are on disk, silently; use --ckpt-format torch_dist"
+        )
+    if args.non_persistent_ckpt_type == "local":
+        raise ValueError(
+            f"{_ON} cannot be used with --non-persistent-ckpt-type local: a local checkpoint "
+            "would lack the optimizer state; use global"
+        )

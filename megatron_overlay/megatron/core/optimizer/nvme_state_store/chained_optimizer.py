@@ -1,0 +1,154 @@
+"""The outermost optimizer of a streamed run: where all ranks agree that no disk failed.
+
+Expert children exist on some ranks only, and a child agrees only with the ranks it gathers from.
+The outermost optimizer exists once on every rank, so here the whole world meets: once after
+construction, once per step, and around refresh, save and load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..optimizer import ChainedOptimizer
+from .agreement import agree, gather
+from .errors import StateStoreError
+from .checkpoint import PreparedSnapshot
+from .store import OptimizerStateStore, new_generation
+
+
+class StreamedChainedOptimizer(ChainedOptimizer):
+    """A `ChainedOptimizer` whose children stream their state.
+
+    Raises:
+        StateStoreError: on all ranks, if the store of any could not be initialized.
+    """
+
+    def __init__(self, chained_optimizers: list[Any]) -> None:
+        super().__init__(chained_optimizers)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        for index, store in enumerate(self._stores()):
+            store.name = f"rank{rank:05d}/optimizer{index}"
+        self._together(lambda store: store.initialize_main_from_model_params())
+
+    @property
+    def _nvme_state_store(self) -> OptimizerStateStore | None:
+        """The store, if there is exactly one."""
+        stores = list(self._stores())
+        return stores[0] if len(stores) == 1 else None
+
+    def _stores(self) -> Iterator[OptimizerStateStore]:
+        for optimizer in self.chained_optimizers:
+            store = getattr(optimizer, "_nvme_state_store", None)
+            if store is not None:
+                yield store
+
+    def _agree(self, error: Exception | None, *, is_fatal: bool = True) -> None:
+        """Raise on all ranks if any brings an error; if fatal, no store is usable any more."""
+        try:
+            agree(error, dist.group.WORLD, torch.device("cuda", torch.cuda.current_device()))
+        except StateStoreError as agreed:
+            if is_fatal:
+                for store in self._stores():
+                    store.fail(str(agreed))
+            raise
+
+    def _together(
+        self, call: Callable[[OptimizerStateStore], Any], *, is_fatal: bool = True
+    ) -> list[Any]:
+        """Call every store of this rank, then agree with all ranks that none failed."""
+        error: Exception | None = None
+        results = []
+        for store in self._stores():
+            try:
+                results.append(call(store))
+            except StateStoreError as caught:
+                error = error or caught
+        self._agree(error, is_fatal=is_fatal)
+        return results
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Step every child, agree with all ranks that no store failed, then gather params.
+
+        Each child of upstream gathers the params of the whole model chunk after its own step, so
+        dense ranks would wait in the gather for one whose expert child has failed. So the gathers
+        are put off with upstream's own means.
+
+        Raises:
+            StateStoreError: on all ranks, if the store of any failed.
+        """
+        is_overlapped = any(o.ddp_config.overlap_param_gather for o in self.chained_optimizers)
+        deferred = [] if is_overlapped else self._enable_deferred_mxfp8_param_sync()
+        try:
+            success = bool(self._step())
+        finally:
+            self._disable_deferred_mxfp8_param_sync()
+        errors = [optimizer.take_step_error() for optimizer in self.chained_optimizers]
+        self._agree(next((error for error in errors if error is not None), None))
+        self._start_deferred_mxfp8_param_sync(deferred)
+        return success
+
+    def reload_model_params(self, state_dict: Any = None) -> None:
+        """Refresh the main params of every child.
+
+        Raises:
+            StateStoreError: on all ranks, if the store of any failed.
+        """
+        error: Exception | None = None
+        try:
+            super().reload_model_params(state_dict=state_dict)
+        except StateStoreError as caught:
+            error = caught
+        self._agree(error)
+
+    def save_stores(self, base_dir: Path) -> None:
+        """Save every store below ``base_dir``.
+
+        Raises:
+            StateStoreError: on all ranks, if the store of any failed.
+        """
+        generation = new_generation(dist.group.WORLD)
+        prepared: dict[OptimizerStateStore, PreparedSnapshot] = {}
+
+        def prepare(store: OptimizerStateStore) -> None:
+            prepared[store] = store.prepare_save(base_dir, generation)
+
+        try:
+            self._together(prepare, is_fatal=False)
+        except StateStoreError:
+            for snapshot in prepared.values():
+                snapshot.discard()
+            raise
+        self._together(lambda store: store.commit_save(prepared[store]), is_fatal=False)
+
+    def load_stores(self, base_dir: Path) -> None:
+        """Load every store from ``base_dir``.
+
+        Raises:
+            ValueError: on all ranks, if there is no streamed state at all.
+            StateStoreError: on all ranks, if it is missing for some stores, damaged, foreign, or of
+                different saves.
+        """
+        loaded = self._together(lambda store: store.load_from(base_dir))
+        saves = [(store.steps, store.generation) for store in self._stores()]
+        by_rank = gather((loaded, saves), dist.group.WORLD)
+        flags = [flag for found, _ in by_rank.values() for flag in found]
+        if not any(flags):
+            raise ValueError(
+                f"{base_dir}: the checkpoint holds no streamed optimizer state: load it with "
+                "--no-load-optim to start Adam afresh from its weights, or without "
+                "--stream-optimizer-state-to-disk"
+            )
+        if not all(flags) or len({save for _, saves in by_rank.values() for save in saves}) > 1:
+            reason = (
+                f"{base_dir}: streamed optimizer state is incomplete or of different saves: "
+                f"(found, [(step, save), ...]) by rank {by_rank}"
+            )
+            for store in self._stores():
+                store.fail(reason)
+            raise StateStoreError(reason)

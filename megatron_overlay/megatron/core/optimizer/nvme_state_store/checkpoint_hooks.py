@@ -1,0 +1,38 @@
+"""What `save_checkpoint` and `load_checkpoint` call: the streamed state beside the model's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .chained_optimizer import StreamedChainedOptimizer
+
+DIRECTORY = "nvme_optimizer_state"
+"""Directory of the streamed state inside a checkpoint's directory."""
+
+
+def save_streamed_state(optimizer: Any, checkpoint_name: str) -> None:
+    """Save the state of a streamed optimizer into a checkpoint; do nothing for any other.
+
+    Collective over all ranks. It is complete when this returns, so before Megatron's tracker file
+    names the checkpoint, also with ``--async-save``.
+    """
+    if isinstance(optimizer, StreamedChainedOptimizer):
+        optimizer.save_stores(Path(checkpoint_name) / DIRECTORY)
+
+
+def load_streamed_state(optimizer: Any, checkpoint_name: str) -> None:
+    """Load the state of a streamed optimizer; called where Megatron loads the optimizer's.
+
+    Raises:
+        ValueError: the checkpoint was saved by the other kind of run.
+    """
+    directory = Path(checkpoint_name) / DIRECTORY
+    if isinstance(optimizer, StreamedChainedOptimizer):
+        optimizer.load_stores(directory)
+    elif directory.is_dir():
+        raise ValueError(
+            f"{checkpoint_name}: the optimizer state was streamed ({DIRECTORY}/): load it with "
+            "--stream-optimizer-state-to-disk, or with --no-load-optim to start Adam afresh from "
+            "its weights"
+        )

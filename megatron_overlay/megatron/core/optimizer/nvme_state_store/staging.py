@@ -1,0 +1,84 @@
+"""Slots: the reusable buffers through which buckets pass, and the copies between them.
+
+Peak memory is a formula of the layout (invariant 9):
+
+    pinned host   `slot_nbytes`                    bytes, for the lifetime of the store
+    device        3 * 4 * `slot_numel`             bytes, during a step, save or load
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from .layout import SEGMENTS, Bucket, Layout
+
+
+class HostSlot:
+    """Pinned memory that mirrors a bucket's extent in the file, byte for byte.
+
+    Args:
+        layout: sizes the slot by its largest bucket.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        # At least a byte: pinning an empty tensor is refused by some drivers. Zeros: padding is
+        # written to disk, too.
+        self._bytes = torch.zeros(max(layout.slot_nbytes, 1), dtype=torch.uint8, pin_memory=True)
+
+    def extent(self, bucket: Bucket) -> memoryview:
+        """Return the bytes of the whole bucket, for the disk."""
+        return memoryview(self._bytes.numpy())[: bucket.nbytes]
+
+    def segment_bytes(self, bucket: Bucket, index: int) -> memoryview:
+        """Return the bytes of one segment, with its padding, for the disk."""
+        start = index * bucket.segment_nbytes
+        return memoryview(self._bytes.numpy())[start : start + bucket.segment_nbytes]
+
+    def segment(self, bucket: Bucket, index: int) -> torch.Tensor:
+        """Return one segment as FP32 elements, shape (bucket.numel,)."""
+        start = index * bucket.segment_nbytes
+        flat = self._bytes[start : start + bucket.segment_nbytes].view(torch.float32)
+        return flat[: bucket.numel]
+
+
+class DeviceSlot:
+    """One bucket's segments on the device.
+
+    Args:
+        layout: sizes the slot by its largest bucket.
+        device: where the model is.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self._segments = [
+            torch.zeros(layout.slot_numel, dtype=torch.float32, device=device) for _ in SEGMENTS
+        ]
+
+    def segment(self, bucket: Bucket, index: int) -> torch.Tensor:
+        """Return one segment, shape (bucket.numel,), FP32."""
+        return self._segments[index][: bucket.numel]
+
+    def upload(self, bucket: Bucket, host: HostSlot) -> None:
+        """Copy the bucket from the host slot, in order of the current stream."""
+        for index in range(len(SEGMENTS)):
+            self.segment(bucket, index).copy_(host.segment(bucket, index), non_blocking=True)
+
+    def download(self, bucket: Bucket, host: HostSlot) -> None:
+        """Copy the bucket into the host slot and wait until it has arrived."""
+        for index in range(len(SEGMENTS)):
+            host.segment(bucket, index).copy_(self.segment(bucket, index), non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+
+
+@contextmanager
+def device_slot(layout: Layout, device: torch.device) -> Iterator[DeviceSlot]:
+    """Lend a device slot; its memory goes back to the caching allocator afterwards."""
+    slot = DeviceSlot(layout, device)
+    try:
+        yield slot
+    finally:
+        # Also after an error, whose traceback would keep the memory alive.
+        slot._segments.clear()

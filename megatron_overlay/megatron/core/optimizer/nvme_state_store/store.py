@@ -1,0 +1,571 @@
+"""The state store of one optimizer on one rank: its lifetime and state, and what callers may do."""
+
+from __future__ import annotations
+
+import enum
+import io
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from . import checkpoint
+from .agreement import agree, gather
+from .bucket_optimizer import MOMENTS, ResidentSlice, update_params, update_slices
+from .checkpoint import EntryRecord
+from .config import StoreConfig
+from .errors import StateStoreError
+from .fingerprint import fingerprint
+from .io_engine import IoCounters, SyncEngine
+from .layout import SEGMENTS, Bucket, Layout, make_layout
+from .pipeline import run_step
+from .rank_directory import RankDirectory
+from .staging import DeviceSlot, HostSlot, device_slot
+from .state_file import StateFile
+
+logger = logging.getLogger(__name__)
+
+MAIN = SEGMENTS.index("main")
+
+CopyFn = Callable[[int, int, torch.Tensor], None]
+"""``copy_fn(entry, start, out)`` fills ``out`` (FP32, flat, on the device) with the elements
+``[start, start + out.numel())`` of an entry's main-param shard."""
+
+
+class State(enum.Enum):
+    """What a store may do next.
+
+    EMPTY -> READY: `initialize_main_from_model_params`
+    READY -> STEPPING -> READY: `step`
+    READY, FAILED -> READY: `load_from`
+    READY, STEPPING, any -> FAILED: an error in between; only `load_from` restores from here
+    any -> CLOSED: `close`
+    """
+
+    EMPTY = "empty"
+    READY = "ready"
+    STEPPING = "stepping"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One main-param shard.
+
+    Attributes:
+        record: what it is a shard of.
+        main: its FP32 handle, shape (record.numel,), without storage; carries ``grad``.
+        group: index of its param group in the master optimizer.
+        model_shard: returns the 16-bit shard, flat, where the param gather reads it.
+    """
+
+    record: EntryRecord
+    main: torch.Tensor
+    group: int
+    model_shard: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A native FP32 shard: it has no main copy, stays on the device, and steps there."""
+
+    record: EntryRecord
+    param: torch.Tensor
+    group: int
+
+
+class OptimizerStateStore:
+    """FP32 main params and Adam moments of one optimizer, in a file of this rank.
+
+    The four methods that frameworks drive are `step`, `refresh_main_from_model_params`, `save_to`
+    and `load_from`. Each is collective over ``group``: if it fails on one rank it raises the same
+    `StateStoreError` on all. Everything runs on the caller's thread and current stream.
+
+    Attributes:
+        steps: optimizer steps made, also in runs before.
+        generation: the save that was saved or loaded last.
+
+    Args:
+        config: validated settings.
+        optimizer: the master optimizer, whose param groups hold the handles of the entries and
+            the resident params, and whose class does the updates.
+        entries: what is streamed, in the order of the layout.
+        resident: what stays on the device.
+        group: the ranks that must agree (those that gather params from each other).
+        device: where the model is.
+        name: names this store among those of its rank; the same in every run of one topology.
+    """
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        optimizer: torch.optim.Optimizer,
+        entries: Sequence[Entry],
+        resident: Sequence[Resident],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        name: str,
+    ) -> None:
+        self.name = name
+        self.steps = 0
+        self.generation = ""
+        self.entries = tuple(entries)
+        self.resident = tuple(resident)
+        self.layout: Layout = make_layout(
+            [entry.record.numel for entry in self.entries], config.bucket_numel
+        )
+        self._config = config
+        self._optimizer = optimizer
+        self._group = group
+        self._device = device
+        self._state = State.EMPTY
+        self._failure = ""
+        self._directory: RankDirectory | None = None
+        self._file: StateFile | None = None
+        self._engine = SyncEngine()
+        self._host = HostSlot(self.layout)
+        self._fingerprints: dict[int, torch.Tensor] = {}
+        self._norms = torch.zeros(max(len(self.entries), 1), dtype=torch.float32, device=device)
+        for index, entry in enumerate(self.entries):
+            # What a reader of norms may use instead of the evicted storage: shape (1,), on device.
+            entry.main.nvme_l2_norm = self._norms[index : index + 1]  # type: ignore[attr-defined]
+
+    @property
+    def counters(self) -> IoCounters:
+        """Bytes read and written since construction, and the seconds that took."""
+        return self._engine.counters
+
+    @property
+    def state(self) -> State:
+        """What the store may do next."""
+        return self._state
+
+    # ------------------------------------------------------------------------- the life of a store
+
+    def initialize_main_from_model_params(self) -> int:
+        """Reserve the disk and fill the main params from the 16-bit shards; moments are zero.
+
+        Returns:
+            Bytes written.
+
+        Raises:
+            StateStoreError: on all ranks of the group, if any could not reserve or write.
+        """
+        self._require(State.EMPTY)
+        start = time.monotonic()
+        with self._collective("initialization of the main params"):
+            self._directory = RankDirectory.acquire(
+                self._config.directory, self.name.replace("/", "-")
+            )
+            self._file = StateFile.create(self._directory.path / "state.bin", self.layout.file_nbytes)
+            written = self._write_mains(None)
+            self._file.sync()
+            self._file.drop_page_cache()
+        self._state = State.READY
+        logger.info(
+            "NVMe optimizer state store: %d buckets, %.3f GB disk, 0 GB host, 0 GB device at %s "
+            "(main fp32, moments fp32, io buffered)",
+            len(self.layout.buckets),
+            self.layout.nbytes / 1e9,
+            self._directory.path,
+        )
+        logger.info(
+            "NVMe optimizer main-param initialization: %.3f GB in %.2fs",
+            written / 1e9,
+            time.monotonic() - start,
+        )
+        return written
+
+    def fail(self, reason: str) -> None:
+        """Accept nothing but `load_from` any more: this rank's state fits no other rank's."""
+        if self._state is not State.CLOSED:
+            self._state = State.FAILED
+            self._failure = reason
+
+    def close(self) -> None:
+        """Remove the files. A second call does nothing."""
+        if self._state is State.CLOSED:
+            return
+        self._state = State.CLOSED
+        if self._file is not None:
+            self._file.close()
+        if self._directory is not None:
+            self._directory.release()
+
+    # --------------------------------------------------------------------- what frameworks may call
+
+    def step(self) -> bool:
+        """Update every entry from its gradient and publish it to the model shards.
+
+        Resident params step first. A caller that skips a step does not call this: nothing is read
+        or written, and no counter moves (invariant 3).
+
+        Returns:
+            True.
+
+        Raises:
+            StateStoreError: on all ranks of the group. The store is FAILED.
+        """
+        self._require(State.READY)
+        self._state = State.STEPPING
+        start = time.monotonic()
+        before = self._engine.counters
+        with self._collective("step"):
+            if self.resident:
+                update_params(
+                    self._optimizer,
+                    [resident.param for resident in self.resident],
+                    [resident.group for resident in self.resident],
+                )
+            with device_slot(self.layout, self._device) as device:
+                run_step(
+                    self.layout,
+                    self._open_file(),
+                    self._engine,
+                    self._host,
+                    device,
+                    self._update,
+                    self._publish,
+                )
+            self._set_steps(self.steps + 1)
+        self._state = State.READY
+        moved = self._engine.counters - before
+        logger.info(
+            "NVMe streaming step: %d buckets, read %.3f GB, wrote %.3f GB in %.3fs "
+            "(read %.3fs write %.3fs)",
+            len(self.layout.buckets),
+            moved.bytes_read / 1e9,
+            moved.bytes_written / 1e9,
+            time.monotonic() - start,
+            moved.read_seconds,
+            moved.write_seconds,
+        )
+        return True
+
+    def refresh_main_from_model_params(self, copy_fn: CopyFn | None = None) -> None:
+        """Overwrite the main params, one bucket at a time, after the model params were replaced.
+
+        Moments and the step counter stay, as in upstream's `reload_model_params`.
+
+        Args:
+            copy_fn: gives more precise values than the 16-bit shards hold; None takes the shards.
+
+        Raises:
+            StateStoreError: on all ranks of the group. The store is FAILED.
+        """
+        self._require(State.READY)
+        with self._collective("refresh of the main params"):
+            self._write_mains(copy_fn)
+            self._open_file().sync()
+            self._open_file().drop_page_cache()
+
+    def save_to(self, base_dir: str | Path) -> None:
+        """Write a snapshot into a directory of this store below ``base_dir``.
+
+        Raises:
+            StateStoreError: on all ranks of the group. The store stays READY, and an older
+                snapshot stays whole.
+        """
+        self.commit_save(self.prepare_save(base_dir, new_generation(self._group)))
+
+    def prepare_save(self, base_dir: str | Path, generation: str) -> checkpoint.PreparedSnapshot:
+        """Write all of a snapshot but the rename that makes it valid: half of `save_to`.
+
+        Args:
+            base_dir: as for `save_to`.
+            generation: from `new_generation`.
+
+        Raises:
+            StateStoreError: on all ranks of the group; nothing is left of it.
+        """
+        self._require(State.READY)
+        start = time.monotonic()
+        directory = Path(base_dir) / self.name
+        prepared: checkpoint.PreparedSnapshot | None = None
+        try:
+            with self._collective("save", is_fatal=False):
+                prepared = checkpoint.prepare_snapshot(
+                    directory,
+                    self.layout,
+                    self._open_file(),
+                    [entry.record for entry in self.entries],
+                    self.steps,
+                    self._resident_state(),
+                    generation,
+                )
+        except StateStoreError:
+            if prepared is not None:
+                prepared.discard()
+            raise
+        assert prepared is not None, "no error, so there is a snapshot"
+        logger.info(
+            "NVMe optimizer state saved: %s %.3f GB in %.2fs",
+            directory,
+            self.layout.nbytes / 1e9,
+            time.monotonic() - start,
+        )
+        return prepared
+
+    def commit_save(self, prepared: checkpoint.PreparedSnapshot) -> None:
+        """Make a prepared snapshot the valid one: the other half of `save_to`.
+
+        Raises:
+            StateStoreError: on all ranks of the group, some of which may have the new snapshot and
+                some the older one; a load tells them apart by their generation.
+        """
+        with self._collective("commit of the save", is_fatal=False):
+            checkpoint.commit_snapshot(prepared)
+        self.generation = prepared.manifest.generation
+
+    def load_from(self, base_dir: str | Path) -> bool:
+        """Restore the snapshot that `save_to` wrote below ``base_dir``.
+
+        The model params must have been loaded before: each bucket's main params are compared with
+        them (invariant 1).
+
+        Returns:
+            False, with nothing changed, if no rank of the group has a snapshot there.
+
+        Raises:
+            StateStoreError: on all ranks of the group: a snapshot is missing on some, damaged, of
+                other shards, or of other weights. The store is FAILED.
+        """
+        if self._state not in (State.READY, State.FAILED):
+            self._require(State.READY)
+        directory = Path(base_dir) / self.name
+        has_one = False
+        with self._collective("search for a snapshot", is_fatal=False):
+            has_one = checkpoint.is_snapshot(directory)
+        found = gather(has_one, self._group)
+        if not any(found.values()):
+            return False
+        start = time.monotonic()
+        with self._collective("load"):
+            missing = sorted(rank for rank, has_one in found.items() if not has_one)
+            if missing:
+                raise StateStoreError(f"{base_dir}: no snapshot of ranks {missing}")
+            manifest, resident = checkpoint.load_snapshot(
+                directory,
+                self.layout,
+                self._open_file(),
+                [entry.record for entry in self.entries],
+            )
+            self._open_file().sync()
+            self._open_file().drop_page_cache()
+            self._set_resident_state(resident)
+            self._set_steps(manifest.step)
+            self.generation = manifest.generation
+            self._compare_with_model(directory)
+        saves = gather((self.steps, self.generation), self._group)
+        if len(set(saves.values())) > 1:
+            self.fail(f"{base_dir}: the ranks' snapshots are of different saves: {saves}")
+            raise StateStoreError(self._failure)
+        self._state = State.READY
+        logger.info(
+            "NVMe optimizer state loaded: %s %.3f GB in %.2fs, step %d",
+            directory,
+            self.layout.nbytes / 1e9,
+            time.monotonic() - start,
+            self.steps,
+        )
+        return True
+
+    def read_entry(self, index: int) -> dict[str, torch.Tensor]:
+        """Return an entry's main params and moments, FP32 on the host: for tests and tools."""
+        self._require(State.READY)
+        numel = self.entries[index].record.numel
+        result = {name: torch.empty(numel, dtype=torch.float32) for name in SEGMENTS}
+        for bucket in self.layout.buckets:
+            mine = [piece for piece in bucket.slices if piece.entry == index]
+            if not mine:
+                continue
+            self._engine.read(self._open_file(), bucket.offset, self._host.extent(bucket)).wait()
+            for piece in mine:
+                for position, name in enumerate(SEGMENTS):
+                    segment = self._host.segment(bucket, position)
+                    result[name][piece.start : piece.start + piece.numel] = segment[
+                        piece.offset : piece.offset + piece.numel
+                    ]
+        return result
+
+    # ------------------------------------------------------------------------- stages of a bucket
+
+    def _slices(self, bucket: Bucket, device: DeviceSlot) -> list[ResidentSlice]:
+        slices = []
+        for piece in bucket.slices:
+            entry = self.entries[piece.entry]
+            if entry.main.grad is None:
+                raise StateStoreError(f"{entry.record.name} has no gradient")
+            where = slice(piece.offset, piece.offset + piece.numel)
+            slices.append(
+                ResidentSlice(
+                    group=entry.group,
+                    main=device.segment(bucket, MAIN)[where],
+                    grad=entry.main.grad.view(-1)[piece.start : piece.start + piece.numel],
+                    moments={
+                        name: device.segment(bucket, SEGMENTS.index(name))[where]
+                        for name in MOMENTS
+                    },
+                )
+            )
+        return slices
+
+    def _update(self, bucket: Bucket, device: DeviceSlot) -> None:
+        self._check_fingerprint(bucket)
+        update_slices(self._optimizer, self._slices(bucket, device), self.steps)
+
+    def _publish(self, bucket: Bucket, device: DeviceSlot) -> None:
+        main = device.segment(bucket, MAIN)
+        for piece, shard in zip(bucket.slices, self._model_slices(bucket), strict=True):
+            shard.copy_(main[piece.offset : piece.offset + piece.numel])
+        self._remember(bucket, device)
+
+    def _model_slices(self, bucket: Bucket) -> list[torch.Tensor]:
+        return [
+            self.entries[piece.entry].model_shard()[piece.start : piece.start + piece.numel]
+            for piece in bucket.slices
+        ]
+
+    def _remember(self, bucket: Bucket, device: DeviceSlot) -> None:
+        """Keep what is known of a bucket while it is resident: its fingerprint and its norms."""
+        self._fingerprints[bucket.index] = fingerprint(self._model_slices(bucket))
+        main = device.segment(bucket, MAIN)
+        for piece in bucket.slices:
+            norm = torch.linalg.vector_norm(main[piece.offset : piece.offset + piece.numel])
+            known = self._norms[piece.entry]
+            known.copy_(norm if piece.start == 0 else torch.hypot(known, norm))
+
+    def _check_fingerprint(self, bucket: Bucket) -> None:
+        if not torch.equal(
+            fingerprint(self._model_slices(bucket)), self._fingerprints[bucket.index]
+        ):
+            names = sorted({self.entries[piece.entry].record.name for piece in bucket.slices})
+            raise StateStoreError(
+                f"bucket {bucket.index} ({', '.join(names)}): the model params are not those the "
+                "store published: something replaced them without refreshing the main params; "
+                "call reload_model_params() after loading weights"
+            )
+
+    def _write_mains(self, copy_fn: CopyFn | None) -> int:
+        """Fill and write the main segment of every bucket; returns the bytes written."""
+        written = 0
+        file = self._open_file()
+        with device_slot(self.layout, self._device) as device:
+            for bucket in self.layout.buckets:
+                main = device.segment(bucket, MAIN)
+                for piece, shard in zip(bucket.slices, self._model_slices(bucket), strict=True):
+                    out = main[piece.offset : piece.offset + piece.numel]
+                    if copy_fn is None:
+                        out.copy_(shard)
+                    else:
+                        copy_fn(piece.entry, piece.start, out)
+                self._remember(bucket, device)
+                self._host.segment(bucket, MAIN).copy_(main)
+                segment = self._host.segment_bytes(bucket, MAIN)
+                self._engine.write(file, bucket.offset, segment).wait()
+                written += len(segment)
+        return written
+
+    def _compare_with_model(self, directory: Path) -> None:
+        """Check that the restored main params round to the model params, and remember them."""
+        with device_slot(self.layout, self._device) as device:
+            for bucket in self.layout.buckets:
+                extent = self._host.extent(bucket)
+                self._engine.read(self._open_file(), bucket.offset, extent).wait()
+                device.upload(bucket, self._host)
+                main = device.segment(bucket, MAIN)
+                for piece, shard in zip(bucket.slices, self._model_slices(bucket), strict=True):
+                    rounded = main[piece.offset : piece.offset + piece.numel].to(shard.dtype)
+                    if not torch.equal(rounded.view(torch.int16), shard.view(torch.int16)):
+                        name = self.entries[piece.entry].record.name
+                        raise StateStoreError(
+                            f"{directory}: the main params of {name} do not round to its model "
+                            "params: weights and optimizer state are of different checkpoints"
+                        )
+                self._remember(bucket, device)
+
+    # -------------------------------------------------------------- counters and resident params
+
+    def _set_steps(self, steps: int) -> None:
+        """Set the one step counter; groups show it, also those of which this rank has no part."""
+        self.steps = steps
+        if not isinstance(self._optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            for group in self._optimizer.param_groups:
+                if steps:
+                    group["step"] = steps
+                else:
+                    group.pop("step", None)
+
+    def _resident_state(self) -> bytes | None:
+        if not self.resident:
+            return None
+        content = []
+        for resident in self.resident:
+            state = self._optimizer.state.get(resident.param, {})
+            tensors = {
+                key: value.detach().cpu() if isinstance(value, torch.Tensor) else value
+                for key, value in state.items()
+            }
+            content.append((resident.record, resident.param.detach().cpu(), tensors))
+        stream = io.BytesIO()
+        torch.save([(r.name, r.start, r.numel, p.clone(), s) for r, p, s in content], stream)
+        return stream.getvalue()
+
+    def _set_resident_state(self, content: bytes | None) -> None:
+        saved = [] if content is None else torch.load(io.BytesIO(content), map_location="cpu")
+        ours = [(r.record.name, r.record.start, r.record.numel) for r in self.resident]
+        if [(name, start, numel) for name, start, numel, _, _ in saved] != ours:
+            raise StateStoreError("the checkpoint holds other native FP32 params than this rank")
+        for resident, (_, _, _, param, state) in zip(self.resident, saved, strict=True):
+            resident.param.data.copy_(param)
+            self._optimizer.state[resident.param] = {
+                key: value.to(self._device) if _lives_on_device(key, value) else value
+                for key, value in state.items()
+            }
+
+    # ------------------------------------------------------------------------- states and failures
+
+    def _require(self, state: State) -> None:
+        if self._state is not state:
+            detail = f": {self._failure}" if self._failure else ""
+            raise StateStoreError(
+                f"store {self.name} is {self._state.value}, expected {state.value}{detail}"
+            )
+
+    def _open_file(self) -> StateFile:
+        assert self._file is not None, "only an EMPTY store has no file"
+        return self._file
+
+
+    @contextmanager
+    def _collective(self, what: str, *, is_fatal: bool = True) -> Iterator[None]:
+        """Run the body, then agree with the other ranks on whether it failed anywhere."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        try:
+            agree(error, self._group, self._device)
+        except StateStoreError as agreed:
+            text = f"NVMe optimizer state store, {what}: {agreed}"
+            if is_fatal:
+                self.fail(text)
+            raise StateStoreError(text) from error
+
+
+def new_generation(group: dist.ProcessGroup | None) -> str:
+    """Return a name for the next save that all ranks of ``group`` agree on."""
+    return str(next(iter(gather(uuid.uuid4().hex, group).values())))
+
+
+def _lives_on_device(key: str, value: object) -> bool:
+    """Torch keeps its step counters on the host, and wants them there."""
+    return isinstance(value, torch.Tensor) and key != "step"

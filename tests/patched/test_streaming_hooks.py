@@ -1,0 +1,163 @@
+"""Guard tests of the patches that hook the state store into Megatron.
+
+Each fails on its own assertion against a Megatron without its patch, whatever that Megatron then
+does (refuse a flag, crash on an evicted tensor): see `test_guards.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import gpt, streaming
+from tests.rank_pool import RankPool, RanksFailed
+
+
+class Stopped(Exception):
+    """Ends a training run after its setup, with what there was to see."""
+
+
+def outcome(ranks: RankPool, case: Callable[..., Any], **kwargs: Any) -> Any:
+    """Return what a case returns on one rank, or the report of its failure."""
+    try:
+        return ranks.run(case, **kwargs)[0]
+    except RanksFailed as failure:
+        return str(failure)
+
+
+def look_after_setup(arguments: Sequence[str], look: Callable[[Sequence[Any], Any], Any]) -> Any:
+    """Set up model and optimizer and return what ``look(model, optimizer)`` returns."""
+
+    def stop(model: Sequence[Any], optimizer: Any) -> None:
+        raise Stopped(look(model, optimizer))
+
+    try:
+        gpt.train([*gpt.BF16, *arguments], until=0, after_setup=stop)
+    except Stopped as stopped:
+        return stopped.args[0]
+    raise AssertionError("setup did not reach the callback")
+
+
+def make_config(**fields: Any) -> str:
+    """Return the error of an `OptimizerConfig`, or "accepted"."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    try:
+        OptimizerConfig(bf16=True, use_distributed_optimizer=True, lr=1e-3, **fields)
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def test_config_refuses_streaming_without_deferral(ranks: RankPool) -> None:
+    error = outcome(ranks, make_config, stream_optimizer_state_to_disk=True)
+
+    assert error.startswith("ValueError: stream_optimizer_state_to_disk needs defer_main_param_in")
+
+
+def nbytes_of_mains(model: Sequence[Any], optimizer: Any) -> list[int]:
+    """Return the storage of each main param, and check that the attributes are on it."""
+    (_, inner), *_ = gpt.inner_optimizers(optimizer)
+    mains = [main for group in inner.shard_fp32_from_float16_groups for main in group]
+    params = [param for group in inner.model_float16_groups for param in group]
+    for param, main in zip(params, mains, strict=True):
+        assert param.main_param is main
+        assert main.dtype.is_floating_point and main.is_cuda
+        assert main.tensor_model_parallel == param.tensor_model_parallel
+    return [main.untyped_storage().nbytes() for main in mains]
+
+
+def test_main_params_have_no_storage_after_construction(ranks: RankPool, tmp_path: Path) -> None:
+    found = outcome(
+        ranks, look_after_setup, arguments=streaming.flags(tmp_path), look=nbytes_of_mains
+    )
+
+    assert found == [0] * 28, found
+
+
+def classes(model: Sequence[Any], optimizer: Any) -> list[str]:
+    """Return the names of the optimizer's classes, outermost first."""
+    return [type(optimizer).__name__, *(type(o).__name__ for o in optimizer.chained_optimizers)]
+
+
+def test_streaming_selects_the_streamed_classes(ranks: RankPool, tmp_path: Path) -> None:
+    found = outcome(ranks, look_after_setup, arguments=streaming.flags(tmp_path), look=classes)
+
+    assert found == ["StreamedChainedOptimizer", "StreamedDistributedOptimizer"], found
+
+
+def test_a_stock_run_selects_the_stock_classes(ranks: RankPool) -> None:
+    found = outcome(ranks, look_after_setup, arguments=[], look=classes)
+
+    assert found == ["ChainedOptimizer", "DistributedOptimizer"]
+
+
+def test_a_checkpoint_holds_the_streamed_state(ranks: RankPool, tmp_path: Path) -> None:
+    failure = outcome(
+        ranks,
+        gpt.train,
+        arguments=[*gpt.BF16, *streaming.flags(tmp_path / "state")],
+        until=1,
+        save=str(tmp_path / "checkpoint"),
+        optimizer_tensors=streaming.streamed_tensors,
+    )
+    manifests = sorted((tmp_path / "checkpoint").rglob("manifest.json"))
+
+    assert [str(path.relative_to(tmp_path / "checkpoint")) for path in manifests] == [
+        "iter_0000001/nvme_optimizer_state/rank00000/optimizer0/manifest.json"
+    ], failure
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--ckpt-format", "torch"], "--ckpt-format torch: it serialises tensors"),
+        (["--dist-ckpt-optim-fully-reshardable"], "in a format of its own"),
+        (["--optimizer", "sgd"], "streams Adam's state so far, got --optimizer sgd"),
+        (["--stream-optimizer-state-bucket-numel", "0"], "expected a positive number of elements"),
+        (["--stream-optimizer-state-dir", "a,b"], "several directories are not supported yet"),
+    ],
+)
+def test_arguments_refuse_what_would_read_evicted_state(
+    ranks: RankPool, tmp_path: Path, arguments: list[str], reason: str
+) -> None:
+    failure = outcome(
+        ranks,
+        look_after_setup,
+        arguments=[*streaming.flags(tmp_path / "state"), *arguments],
+        look=classes,
+    )
+
+    assert "ValueError: --stream-optimizer-state" in str(failure), failure
+    assert reason in str(failure)
+    assert not (tmp_path / "state").exists()
+
+
+def params_norm(arguments: Sequence[str], tensors: Any) -> float:
+    """Return what ``--log-params-norm`` logs after two steps."""
+    from megatron.training.utils import calc_params_l2_norm
+
+    found = []
+
+    def train_and_measure(optimizer: Any) -> Any:
+        found.append(calc_params_l2_norm(list(optimizer.model_chunks)))
+        return tensors(optimizer)
+
+    gpt.train([*gpt.BF16, *arguments], until=2, optimizer_tensors=train_and_measure)
+    return float(found[-1])
+
+
+def test_params_norm_is_logged_while_streaming(ranks: RankPool, tmp_path: Path) -> None:
+    stock = ranks.run(params_norm, arguments=[], tensors=gpt.resident_tensors)[0]
+
+    streamed = outcome(
+        ranks,
+        params_norm,
+        arguments=streaming.flags(tmp_path),
+        tensors=streaming.streamed_tensors,
+    )
+
+    assert streamed == pytest.approx(stock, rel=1e-6)
