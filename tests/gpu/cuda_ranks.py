@@ -1,0 +1,66 @@
+"""Run a case on real CUDA devices, one fresh process a rank, as `tests.rank_pool` does without."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+def _rank(
+    rank: int, world_size: int, port: int, case: Callable[..., Any], kwargs: Any, out: Connection
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        CUDA_DEVICE_MAX_CONNECTIONS="1",
+        TORCHDYNAMO_DISABLE="1",
+    )
+    try:
+        from tests import fused_adam
+
+        fused_adam.install()
+        out.send((True, case(**kwargs)))
+    except BaseException:
+        out.send((False, traceback.format_exc()))
+
+
+def run(case: Callable[..., Any], world_size: int = 1, **kwargs: Any) -> list[Any]:
+    """Call ``case(**kwargs)`` on every rank and return the results in order.
+
+    Raises:
+        RuntimeError: a rank failed; the message holds its traceback.
+    """
+    context = multiprocessing.get_context("spawn")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    running = []
+    for rank in range(world_size):
+        receiving, sending = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_rank, args=(rank, world_size, port, case, kwargs, sending)
+        )
+        process.start()
+        sending.close()
+        running.append((process, receiving))
+    results = []
+    for process, receiving in running:
+        try:
+            results.append(receiving.recv())
+        except EOFError:
+            results.append((False, "died without a word"))
+        process.join(30)
+        process.kill()
+    failures = [text for ok, text in results if not ok]
+    if failures:
+        raise RuntimeError("\n".join(failures))
+    return [result for _, result in results]

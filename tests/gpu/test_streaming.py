@@ -1,0 +1,84 @@
+"""Streaming on real CUDA: the same bits as stock, and less device memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import gpt, streaming
+from tests.gpu import cuda_ranks
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 10
+# Large enough that state outweighs everything else, small enough to be quick.
+MODEL = ("--hidden-size", "512", "--num-attention-heads", "8", "--deterministic-mode")
+
+
+def train(world_size: int, *arguments: str, **kwargs: Any) -> list[gpt.Run]:
+    runs: list[gpt.Run] = cuda_ranks.run(
+        gpt.train, world_size, arguments=[*gpt.BF16, *MODEL, *arguments], **kwargs
+    )
+    return runs
+
+
+def streamed(world_size: int, directory: Path, **kwargs: Any) -> list[gpt.Run]:
+    return train(
+        world_size,
+        *streaming.flags(directory, bucket_numel=1_000_000),
+        optimizer_tensors=streaming.streamed_tensors,
+        **kwargs,
+    )
+
+
+@pytest.fixture(scope="module")
+def world_size() -> int:
+    return torch.cuda.device_count()
+
+
+@pytest.fixture(scope="module")
+def stock(world_size: int) -> list[gpt.Run]:
+    return train(world_size, until=STEPS)
+
+
+def test_streamed_training_gives_the_bits_of_stock(
+    world_size: int, stock: list[gpt.Run], tmp_path: Path
+) -> None:
+    """Weights, main params, moments, step and losses after 10 steps; less memory at its peak."""
+    runs = streamed(world_size, tmp_path, until=STEPS)
+
+    for ours, theirs in zip(runs, stock, strict=True):
+        assert ours.final.differences(theirs.final) == []
+        assert ours.losses == theirs.losses
+        assert ours.max_device_nbytes < theirs.max_device_nbytes
+
+
+def test_a_resumed_streamed_run_gives_the_bits_of_stock(
+    world_size: int, stock: list[gpt.Run], tmp_path: Path
+) -> None:
+    checkpoint = str(tmp_path / "checkpoint")
+    streamed(world_size, tmp_path / "state", until=STEPS // 2, save=checkpoint)
+    runs = streamed(world_size, tmp_path / "state", until=STEPS, load=checkpoint)
+
+    for ours, theirs in zip(runs, stock, strict=True):
+        assert ours.first_iteration == STEPS // 2
+        assert ours.final.differences(theirs.final) == []
+
+
+def offload_and_restore(model: Any, optimizer: Any) -> None:
+    """What RL frameworks do between training and inference."""
+    optimizer.offload_to_cpu()
+    optimizer.restore_from_cpu()
+
+
+def test_offloading_and_restoring_changes_nothing(
+    world_size: int, stock: list[gpt.Run], tmp_path: Path
+) -> None:
+    """Upstream's own code would read evicted storage and kill the CUDA context."""
+    runs = streamed(world_size, tmp_path, until=STEPS, after_setup=offload_and_restore)
+
+    for ours, theirs in zip(runs, stock, strict=True):
+        assert ours.final.differences(theirs.final) == []
