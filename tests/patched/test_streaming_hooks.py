@@ -6,7 +6,9 @@ does (refuse a flag, crash on an evicted tensor): see `test_guards.py`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +163,58 @@ def test_params_norm_is_logged_while_streaming(ranks: RankPool, tmp_path: Path) 
     )
 
     assert streamed == pytest.approx(stock, rel=1e-6)
+
+
+def make_mimo_optimizer() -> str:
+    """Return the error of a streamed `MimoOptimizer`; the check comes before any use of a model."""
+    from megatron.core.models.mimo.optimizer import get_mimo_optimizer
+    from megatron.core.optimizer import OptimizerConfig
+
+    config = OptimizerConfig(
+        bf16=True,
+        use_distributed_optimizer=True,
+        lr=1e-3,
+        stream_optimizer_state_to_disk=True,
+        defer_main_param_initialization=True,
+    )
+    try:
+        get_mimo_optimizer(None, config)
+    except (AttributeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def test_a_mimo_model_refuses_streaming(ranks: RankPool) -> None:
+    error = outcome(ranks, make_mimo_optimizer)
+
+    assert "ValueError: --stream-optimizer-state-to-disk cannot be used with MimoModel" in error
+
+
+LOG_LINES = (
+    r"NVMe optimizer state store: \d+ buckets, \d+\.\d+ GB disk, 0 GB host, 0 GB device at \S+ "
+    r"\(main fp32, moments fp32, io buffered\)",
+    r"NVMe optimizer main-param initialization: \d+\.\d+ GB in \d+\.\d+s",
+    r"NVMe streaming step: \d+ buckets, read \d+\.\d+ GB, wrote \d+\.\d+ GB in \d+\.\d+s \(",
+    r"NVMe optimizer state saved: \S+/nvme_optimizer_state/rank0000\d/optimizer0 ",
+    r"NVMe optimizer state loaded: \S+/nvme_optimizer_state/rank0000\d/optimizer0 .*step 1",
+)
+
+
+def test_every_rank_logs_what_runs(ranks: RankPool, tmp_path: Path) -> None:
+    """The lines are stable: people and tools look for them."""
+    checkpoint = str(tmp_path / "checkpoint")
+    run = partial(
+        ranks.run,
+        gpt.train,
+        world_size=2,
+        arguments=[*gpt.BF16, *streaming.flags(tmp_path / "state")],
+        optimizer_tensors=streaming.streamed_tensors,
+    )
+    run(until=1, save=checkpoint)
+    first = list(ranks.outputs)
+    run(until=1, load=checkpoint)
+
+    for rank, output in enumerate(first):
+        text = output + ranks.outputs[rank]
+        for line in LOG_LINES:
+            assert re.search(line, text), f"rank {rank}: {line}"

@@ -38,8 +38,11 @@ def agree(
         return
     told: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(told, None if error is None else _describe(error), group=group)
-    ranks = dist.get_process_group_ranks(group)
-    causes = [f"rank {rank}: {text}" for rank, text in zip(ranks, told, strict=True) if text]
+    ranks_by_text: dict[str, list[str]] = {}
+    for rank, text in zip(dist.get_process_group_ranks(group), told, strict=True):
+        if text:
+            ranks_by_text.setdefault(text, []).append(str(rank))
+    causes = [f"rank {', '.join(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
     raise StateStoreError("; ".join(causes)) from error
 
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from ..optimizer import ChainedOptimizer
 from .agreement import agree, gather
-from .errors import StateStoreError
 from .checkpoint import PreparedSnapshot
+from .errors import StateStoreError
 from .store import OptimizerStateStore, new_generation
 
 
@@ -33,7 +33,12 @@ class StreamedChainedOptimizer(ChainedOptimizer):
         rank = dist.get_rank() if dist.is_initialized() else 0
         for index, store in enumerate(self._stores()):
             store.name = f"rank{rank:05d}/optimizer{index}"
-        self._together(lambda store: store.initialize_main_from_model_params())
+        try:
+            self._together(lambda store: store.initialize_main_from_model_params())
+        except StateStoreError:
+            for store in self._stores():  # the process may live on; its files are of no use
+                store.close()
+            raise
 
     @property
     def _nvme_state_store(self) -> OptimizerStateStore | None:
@@ -100,10 +105,13 @@ class StreamedChainedOptimizer(ChainedOptimizer):
             StateStoreError: on all ranks, if the store of any failed.
         """
         error: Exception | None = None
-        try:
-            super().reload_model_params(state_dict=state_dict)
-        except StateStoreError as caught:
-            error = caught
+        # Also the children after one that failed: their other ranks may be waiting for this one.
+        state_dicts = self._split_state_dict(state_dict)
+        for optimizer, part in zip(self.chained_optimizers, state_dicts, strict=True):
+            try:
+                optimizer.reload_model_params(state_dict=part)
+            except StateStoreError as caught:
+                error = error or caught
         self._agree(error)
 
     def save_stores(self, base_dir: Path) -> None:

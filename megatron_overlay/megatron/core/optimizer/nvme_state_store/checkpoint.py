@@ -6,9 +6,9 @@
 Two phases, so that either every rank has the new snapshot or none has: `prepare_snapshot` writes
 and syncs the data beside an older generation; when all ranks have done that, `commit_snapshot`
 renames the manifest into place, and only then the older generation goes. A crash at any point
-leaves the old snapshot or the new one. All ranks give their snapshots of one save the same generation, so that
-a load can tell a mixture. The manifest records fully qualified names and the range of
-each shard in its param, so that a later version can restore into another topology.
+leaves the old snapshot or the new one. All ranks give their snapshots of one save the same
+generation, so that a load can tell a mixture. The manifest records fully qualified names and the
+range of each shard in its param, so that a later version can restore into another topology.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Peak memory is a formula of the layout (invariant 9):
 
     pinned host   `slot_nbytes`                    bytes, for the lifetime of the store
-    device        3 * 4 * `slot_numel`             bytes, during a step, save or load
+    device        3 * 4 * `slot_numel`             bytes, during a step, refresh or load
+                  + 2 * `slot_numel`               during a load, to compare with the model
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import io
 import logging
@@ -20,7 +21,7 @@ from .agreement import agree, gather
 from .bucket_optimizer import MOMENTS, ResidentSlice, update_params, update_slices
 from .checkpoint import EntryRecord
 from .config import StoreConfig
-from .errors import StateStoreError
+from .errors import StateFileError, StateStoreError
 from .fingerprint import fingerprint
 from .io_engine import IoCounters, SyncEngine
 from .layout import SEGMENTS, Bucket, Layout, make_layout
@@ -130,7 +131,7 @@ class OptimizerStateStore:
         self._directory: RankDirectory | None = None
         self._file: StateFile | None = None
         self._engine = SyncEngine()
-        self._host = HostSlot(self.layout)
+        self._host: HostSlot  # from `initialize_main_from_model_params` on
         self._fingerprints: dict[int, torch.Tensor] = {}
         self._norms = torch.zeros(max(len(self.entries), 1), dtype=torch.float32, device=device)
         for index, entry in enumerate(self.entries):
@@ -161,10 +162,13 @@ class OptimizerStateStore:
         self._require(State.EMPTY)
         start = time.monotonic()
         with self._collective("initialization of the main params"):
+            self._host = HostSlot(self.layout)  # pinning may fail on one rank alone
             self._directory = RankDirectory.acquire(
                 self._config.directory, self.name.replace("/", "-")
             )
-            self._file = StateFile.create(self._directory.path / "state.bin", self.layout.file_nbytes)
+            self._file = StateFile.create(
+                self._directory.path / "state.bin", self.layout.file_nbytes
+            )
             written = self._write_mains(None)
             self._file.sync()
             self._file.drop_page_cache()
@@ -184,8 +188,11 @@ class OptimizerStateStore:
         return written
 
     def fail(self, reason: str) -> None:
-        """Accept nothing but `load_from` any more: this rank's state fits no other rank's."""
-        if self._state is not State.CLOSED:
+        """Accept nothing but `load_from` any more: this rank's state fits no other rank's.
+
+        The first reason stays, so that refusals of later calls do not hide it.
+        """
+        if self._state not in (State.FAILED, State.CLOSED):
             self._state = State.FAILED
             self._failure = reason
 
@@ -194,6 +201,7 @@ class OptimizerStateStore:
         if self._state is State.CLOSED:
             return
         self._state = State.CLOSED
+        self._engine.close()
         if self._file is not None:
             self._file.close()
         if self._directory is not None:
@@ -351,6 +359,8 @@ class OptimizerStateStore:
             missing = sorted(rank for rank, has_one in found.items() if not has_one)
             if missing:
                 raise StateStoreError(f"{base_dir}: no snapshot of ranks {missing}")
+            if self._state is State.FAILED:
+                self._replace_file()
             manifest, resident = checkpoint.load_snapshot(
                 directory,
                 self.layout,
@@ -539,10 +549,16 @@ class OptimizerStateStore:
                 f"store {self.name} is {self._state.value}, expected {state.value}{detail}"
             )
 
+    def _replace_file(self) -> None:
+        """Go on with a new file after a failure: one that could not be synced stays unusable."""
+        old = self._open_file()
+        with contextlib.suppress(StateFileError):
+            old.remove()
+        self._file = StateFile.create(old.path, self.layout.file_nbytes)
+
     def _open_file(self) -> StateFile:
         assert self._file is not None, "only an EMPTY store has no file"
         return self._file
-
 
     @contextmanager
     def _collective(self, what: str, *, is_fatal: bool = True) -> Iterator[None]:

@@ -1,0 +1,215 @@
+"""Device and pinned bytes are a formula of the layout; the file holds exactly the model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import gpt, streaming
+from tests.patched.test_streaming_failures import Stopped, fill_grads
+from tests.rank_pool import RankPool
+
+BUCKET_NUMEL = 40_000
+SMALL = 100_000
+"""Bytes of temporaries that do not grow with the bucket: weights of fingerprints, norms."""
+
+
+def measured(call: Callable[[], Any]) -> int:
+    """Return how many device bytes a call needs at its peak beyond what is there before."""
+    torch.cuda.synchronize()
+    before: int = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    peak: int = torch.cuda.max_memory_allocated()
+    return peak - before
+
+
+def measure_optimizer_construction() -> dict[str, int]:
+    """Measure from now on what the construction of Megatron's optimizer needs and leaves."""
+    from megatron.training import training
+
+    construct = training.get_megatron_optimizer
+    found: dict[str, int] = {}
+
+    def measured_construct(*args: Any, **kwargs: Any) -> Any:
+        made: list[Any] = []
+        before = torch.cuda.memory_allocated()
+        found["construction"] = measured(lambda: made.append(construct(*args, **kwargs)))
+        found["left"] = torch.cuda.memory_allocated() - before
+        return made[0]
+
+    training.get_megatron_optimizer = measured_construct
+    return found
+
+
+def measure(directory: str, base: str, with_update: bool) -> dict[str, int]:
+    """Measure everything that a store does; without its update, whose temporaries are others'."""
+    from megatron.core.optimizer.nvme_state_store import store as store_module
+
+    from tests.emulated_cuda import pinned_memory_allocated
+
+    if not with_update:
+        vars(store_module)["update_slices"] = lambda *args: None
+    found = measure_optimizer_construction()
+
+    def look(model: Sequence[Any], optimizer: Any) -> None:
+        store = optimizer._nvme_state_store
+        found["pinned"] = pinned_memory_allocated()
+        found["slot_nbytes"] = store.layout.slot_nbytes
+        found["slot_numel"] = store.layout.slot_numel
+        found["total_numel"] = sum(entry.record.numel for entry in store.entries)
+        found["largest_entry"] = max(entry.record.numel for entry in store.entries)
+        found["storage"] = sum(e.main.untyped_storage().nbytes() for e in store.entries)
+        fill_grads(model)
+        optimizer.prepare_grads()
+        found["step"] = measured(store.step)
+        found["refresh"] = measured(store.refresh_main_from_model_params)
+        found["save"] = measured(lambda: store.save_to(base))
+        found["load"] = measured(lambda: store.load_from(base))
+        found["left_at_the_end"] = torch.cuda.memory_allocated()
+        found["resident"] = store._file.resident_bytes()
+        raise Stopped
+
+    try:
+        flags = streaming.flags(directory, BUCKET_NUMEL)
+        gpt.train([*gpt.BF16, *flags], 0, after_setup=look)
+    except Stopped:
+        return found
+    raise AssertionError("setup did not reach the callback")
+
+
+@pytest.fixture(scope="module")
+def bytes_of(
+    ranks: RankPool, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[bool], dict[str, int]]:
+    """The measurements, with and without the inner optimizer's own temporaries."""
+
+    @functools.cache
+    def make_once(with_update: bool) -> dict[str, int]:
+        directory = tmp_path_factory.mktemp("memory")
+        (found,) = ranks.run(
+            measure,
+            directory=str(directory / "state"),
+            base=str(directory / "saved"),
+            with_update=with_update,
+        )
+        assert isinstance(found, dict)
+        return found
+
+    return make_once
+
+
+def test_the_model_is_larger_than_the_slots(bytes_of: Callable[[bool], dict[str, int]]) -> None:
+    """Else the bounds would say nothing."""
+    found = bytes_of(False)
+    assert found["total_numel"] > 2.5 * found["slot_numel"]
+    assert found["slot_numel"] >= 0.9 * BUCKET_NUMEL
+    assert 12 * found["slot_numel"] > 4 * SMALL
+
+
+@pytest.mark.parametrize("what", ["step", "refresh", "load"])
+def test_device_bytes_are_those_of_the_slot(
+    what: str, bytes_of: Callable[[bool], dict[str, int]]
+) -> None:
+    """Three FP32 segments, and for a load the rounded main params that are compared."""
+    found = bytes_of(False)
+    slot = 12 * found["slot_numel"]
+    rounded = 2 * found["slot_numel"] if what == "load" else 0
+    assert slot <= found[what] <= slot + rounded + SMALL
+
+
+def test_the_inner_optimizer_sees_one_bucket_at_a_time(
+    bytes_of: Callable[[bool], dict[str, int]],
+) -> None:
+    """Its temporaries are a few times its largest slice, never the whole shard's."""
+    found = bytes_of(True)
+    assert found["step"] <= (12 + 4 * 4) * found["slot_numel"] + SMALL
+
+
+def test_a_save_needs_no_device_memory(bytes_of: Callable[[bool], dict[str, int]]) -> None:
+    """It copies from file to file."""
+    assert bytes_of(False)["save"] < SMALL
+
+
+def test_construction_is_bounded_by_the_slot_or_one_shard(
+    bytes_of: Callable[[bool], dict[str, int]],
+) -> None:
+    """At no time is the whole FP32 state there, and nothing but norms and scalars stays."""
+    found = bytes_of(False)
+    bound = max(12 * found["slot_numel"], 4 * found["largest_entry"])
+    assert found["construction"] <= bound + SMALL
+    assert found["construction"] < 4 * found["total_numel"] + 12 * found["slot_numel"]
+    assert found["left"] < 4096
+    assert found["storage"] == 0
+
+
+def test_pinned_bytes_are_those_of_the_host_slot(
+    bytes_of: Callable[[bool], dict[str, int]],
+) -> None:
+    """`slot_nbytes`, exactly."""
+    found = bytes_of(False)
+    assert found["pinned"] == found["slot_nbytes"]
+
+
+def look_at_file(directory: str) -> dict[str, Any]:
+    """Compare the file after construction with the model, and look at its page cache."""
+    from megatron.core.optimizer.nvme_state_store.store import OptimizerStateStore
+
+    written: list[int] = []
+    initialize = OptimizerStateStore.initialize_main_from_model_params
+
+    def initialized(self: Any) -> int:
+        written.append(initialize(self))
+        return written[-1]
+
+    OptimizerStateStore.initialize_main_from_model_params = initialized  # type: ignore[method-assign]
+    found: dict[str, Any] = {}
+
+    def look(model: Sequence[Any], optimizer: Any) -> None:
+        store = optimizer._nvme_state_store
+        found["resident"] = store._file.resident_bytes()
+        found["written"] = written
+        found["mains"] = sum(bucket.segment_nbytes for bucket in store.layout.buckets)
+        found["blocks"] = store._file.path.stat().st_blocks * 512 - store.layout.nbytes
+        content = store._file.path.read_bytes()
+        wrong, elements = [], 0
+        for bucket in store.layout.buckets:
+            for piece in bucket.slices:
+                entry = store.entries[piece.entry]
+                shard = entry.model_shard()[piece.start : piece.start + piece.numel]
+                start = bucket.offset + 4 * piece.offset
+                main, *moments = (
+                    content[start + n * bucket.segment_nbytes :][: 4 * piece.numel]
+                    for n in range(3)
+                )
+                if main != shard.float().cpu().numpy().tobytes() or any(map(any, moments)):
+                    wrong.append(entry.record.name)
+                elements += piece.numel
+        found["wrong"] = wrong
+        found["elements"] = elements
+        raise Stopped
+
+    try:
+        flags = streaming.flags(directory, BUCKET_NUMEL)
+        gpt.train([*gpt.BF16, *flags], 0, after_setup=look)
+    except Stopped:
+        return found
+    raise AssertionError("setup did not reach the callback")
+
+
+def test_file_holds_the_weights_as_fp32_and_zeros(ranks: RankPool, tmp_path: Path) -> None:
+    """Main params are the BF16 shards exactly and moments are zero, on every rank.
+
+    The bytes written are returned, blocks are reserved, and the page cache is gone.
+    """
+    for found in ranks.run(look_at_file, 2, directory=str(tmp_path)):
+        assert found["wrong"] == []
+        assert found["elements"] > BUCKET_NUMEL
+        assert found["written"] == [found["mains"]]
+        assert found["blocks"] >= 0
+        assert found["resident"] == 0

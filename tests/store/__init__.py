@@ -1,0 +1,1 @@
+"""Claims about the modules of the state store that need no Megatron."""

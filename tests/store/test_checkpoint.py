@@ -1,0 +1,353 @@
+"""A snapshot is complete or absent, whatever happens while it is written, and damage is found."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron.core.optimizer.nvme_state_store import checkpoint
+from megatron.core.optimizer.nvme_state_store.checkpoint import (
+    MANIFEST,
+    EntryRecord,
+    commit_snapshot,
+    is_snapshot,
+    load_snapshot,
+    prepare_snapshot,
+)
+from megatron.core.optimizer.nvme_state_store.errors import StateStoreError
+from megatron.core.optimizer.nvme_state_store.layout import Layout, make_layout
+from megatron.core.optimizer.nvme_state_store.state_file import StateFile
+
+from tests.store.failing_file import FailingLayer, small_tmpfs
+
+SIZES = [100, 5000, 64]
+LAYOUT = make_layout(SIZES, 1024)
+ENTRIES = [EntryRecord(f"0.layer{i}.weight", (n, 2), n, n) for i, n in enumerate(SIZES)]
+RESIDENT = b"state of resident params"
+
+
+def content(step: int, layout: Layout = LAYOUT) -> bytes:
+    return random.Random(step).randbytes(layout.file_nbytes)
+
+
+def make_file(path: Path, step: int, layout: Layout = LAYOUT) -> StateFile:
+    file = StateFile.create(path, layout.file_nbytes)
+    file.write_from(0, memoryview(content(step, layout)))
+    return file
+
+
+def save(directory: Path, step: int, file: StateFile, resident: bytes | None = RESIDENT) -> None:
+    commit_snapshot(
+        prepare_snapshot(directory, LAYOUT, file, ENTRIES, step, resident, f"generation{step}")
+    )
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[Callable[[int], StateFile]]:
+    """Makes state files with the content of a step."""
+    made: list[StateFile] = []
+
+    def make(step: int) -> StateFile:
+        made.append(make_file(tmp_path / f"file{len(made)}", step))
+        return made[-1]
+
+    yield make
+    for file in made:
+        file.close()
+
+
+def loaded(directory: Path, files: Callable[[int], StateFile]) -> tuple[int, bool, bytes | None]:
+    """Return the step, whether the content is that of the step, and the resident state."""
+    file = files(0)
+    manifest, resident = load_snapshot(directory, LAYOUT, file, ENTRIES)
+    return manifest.step, file.path.read_bytes() == content(manifest.step), resident
+
+
+def test_load_restores_what_was_saved(tmp_path: Path, files: Callable[[int], StateFile]) -> None:
+    """Every byte of the file, the counter and the resident state."""
+    save(tmp_path / "a" / "b", 1, files(1))
+
+    assert loaded(tmp_path / "a" / "b", files) == (1, True, RESIDENT)
+
+
+def test_a_second_save_replaces_the_first(
+    tmp_path: Path, files: Callable[[int], StateFile]
+) -> None:
+    """Also where the new one has no resident state; nothing of the old one is left."""
+    save(tmp_path / "s", 1, files(1))
+    save(tmp_path / "s", 2, files(2), resident=None)
+
+    assert loaded(tmp_path / "s", files) == (2, True, None)
+    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == [
+        MANIFEST,
+        "state-generation2.bin",
+    ]
+
+
+def test_a_discarded_snapshot_leaves_the_older_one_alone(
+    tmp_path: Path, files: Callable[[int], StateFile]
+) -> None:
+    """Nothing of the discarded one is left."""
+    save(tmp_path / "s", 1, files(1))
+    before = sorted((tmp_path / "s").iterdir())
+
+    prepare_snapshot(tmp_path / "s", LAYOUT, files(2), ENTRIES, 2, RESIDENT, "g2").discard()
+
+    assert sorted((tmp_path / "s").iterdir()) == before
+    assert loaded(tmp_path / "s", files) == (1, True, RESIDENT)
+
+
+def test_a_store_without_elements_is_saved_and_loaded(tmp_path: Path) -> None:
+    """A rank may have no part of any param."""
+    layout = make_layout([0, 0], 1024)
+    entries = [EntryRecord("a", (3,), 0, 0), EntryRecord("b", (3,), 3, 0)]
+    with (
+        StateFile.create(tmp_path / "one", layout.file_nbytes) as one,
+        StateFile.create(tmp_path / "two", layout.file_nbytes) as two,
+    ):
+        commit_snapshot(prepare_snapshot(tmp_path / "s", layout, one, entries, 7, None, "g"))
+        manifest, resident = load_snapshot(tmp_path / "s", layout, two, entries)
+    assert (manifest.step, resident) == (7, None)
+
+
+SYSCALLS = [
+    *("open", "fsync", "fdatasync", "pwrite", "preadv", "posix_fallocate", "posix_fadvise"),
+    *("mkdir", "replace", "unlink", "listdir", "close"),
+]
+
+
+def kill_at(number: int, work: Callable[[], None]) -> bool:
+    """Do ``work`` in a child that gets SIGKILL before its n-th system call; True if it did."""
+    child = os.fork()
+    if child == 0:
+        count = 0
+
+        def counting(real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                nonlocal count
+                count += 1
+                if count == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*args, **kwargs)
+
+            return call
+
+        for name in SYSCALLS:
+            setattr(os, name, counting(getattr(os, name)))
+        io.open = counting(io.open)
+        try:
+            work()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+def test_kill_at_any_system_call_leaves_one_complete_snapshot(
+    tmp_path: Path, files: Callable[[int], StateFile]
+) -> None:
+    """The old one or the new one, and the next save works and cleans up."""
+    first, second, third = files(1), files(2), files(3)
+    outcomes = []
+    for number in range(1, 500):
+        directory = tmp_path / f"killed{number}"
+        save(directory, 1, first)
+        if not kill_at(number, lambda where=directory: save(where, 2, second)):  # type: ignore[misc]
+            break
+        step, is_whole, resident = loaded(directory, files)
+        assert is_whole and resident == RESIDENT
+        outcomes.append(step)
+        save(directory, 3, third)
+        assert loaded(directory, files) == (3, True, RESIDENT)
+        assert len(list(directory.iterdir())) == 3
+    assert outcomes == sorted(outcomes), "once it is there it stays"
+    assert outcomes.count(1) > 20 and outcomes.count(2) >= 3
+
+
+def test_kill_in_a_first_save_leaves_no_snapshot(
+    tmp_path: Path, files: Callable[[int], StateFile]
+) -> None:
+    """A directory without a manifest is none, until the rename."""
+    file = files(1)
+    outcomes = []
+    for number in range(1, 500):
+        directory = tmp_path / f"killed{number}" / "deep"
+        if not kill_at(number, lambda where=directory: save(where, 1, file)):  # type: ignore[misc]
+            break
+        outcomes.append(is_snapshot(directory))
+        if outcomes[-1]:
+            assert loaded(directory, files) == (1, True, RESIDENT)
+    assert outcomes == sorted(outcomes)
+    assert set(outcomes) == {False, True}
+
+
+def test_every_damaged_byte_of_the_data_is_found(
+    tmp_path: Path, files: Callable[[int], StateFile]
+) -> None:
+    """One flipped bit in any bucket is an error that names the bucket."""
+    save(tmp_path / "s", 1, files(1))
+    (path,) = (tmp_path / "s").glob("state-*")
+    sound = path.read_bytes()
+    for bucket in LAYOUT.buckets:
+        for offset in (bucket.offset, bucket.offset + bucket.nbytes - 1):
+            damaged = bytearray(sound)
+            damaged[offset] ^= 1
+            path.write_bytes(damaged)
+            with pytest.raises(StateStoreError, match=f"bucket {bucket.index} at offset"):
+                loaded(tmp_path / "s", files)
+
+
+def test_every_damaged_byte_of_the_manifest_is_found(
+    tmp_path: Path, files: Callable[[int], StateFile]
+) -> None:
+    """Also one that leaves it readable, such as a digit of the step counter."""
+    save(tmp_path / "s", 1, files(1))
+    path = tmp_path / "s" / MANIFEST
+    sound = path.read_bytes()
+    file = files(0)
+    for offset in range(len(sound)):
+        damaged = bytearray(sound)
+        damaged[offset] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(StateStoreError):
+            load_snapshot(tmp_path / "s", LAYOUT, file, ENTRIES)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "null", "{}", '{"format": 1}', "\x00", "\udcff", '{"format": 2}', "1" * 5000]
+)
+def test_a_manifest_of_anything_is_an_error_of_the_store(
+    text: str, tmp_path: Path, files: Callable[[int], StateFile]
+) -> None:
+    """No other exception escapes."""
+    save(tmp_path / "s", 1, files(1))
+    (tmp_path / "s" / MANIFEST).write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(StateStoreError, match=MANIFEST):
+        loaded(tmp_path / "s", files)
+
+
+@pytest.mark.parametrize("change", ["cut", "grown", "removed"])
+@pytest.mark.parametrize("kind", ["state", "resident"])
+def test_data_of_another_size_is_found(
+    kind: str, change: str, tmp_path: Path, files: Callable[[int], StateFile]
+) -> None:
+    """A file that is cut, grown or gone."""
+    save(tmp_path / "s", 1, files(1))
+    (path,) = (tmp_path / "s").glob(f"{kind}-*")
+    if change == "removed":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1] if change == "cut" else path.read_bytes() + b"x")
+    with pytest.raises((StateStoreError, OSError), match=r"state-|damaged|resident-"):
+        loaded(tmp_path / "s", files)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        ENTRIES[:-1],
+        [*ENTRIES, EntryRecord("new", (1,), 0, 1)],
+        [ENTRIES[1], ENTRIES[0], ENTRIES[2]],
+        [EntryRecord("0.other.weight", *list(vars(ENTRIES[0]).values())[1:]), *ENTRIES[1:]],
+        [EntryRecord(ENTRIES[0].name, (100, 3), 100, 100), *ENTRIES[1:]],
+        [EntryRecord(ENTRIES[0].name, (100, 2), 0, 100), *ENTRIES[1:]],
+    ],
+)
+def test_other_shards_are_refused(
+    entries: list[EntryRecord], tmp_path: Path, files: Callable[[int], StateFile]
+) -> None:
+    """Another number, order, name, shape or range."""
+    save(tmp_path / "s", 1, files(1))
+    with pytest.raises(StateStoreError, match="other shards"):
+        load_snapshot(tmp_path / "s", LAYOUT, files(0), entries)
+
+
+def test_other_buckets_are_refused(tmp_path: Path, files: Callable[[int], StateFile]) -> None:
+    """The message says which flag must be the same."""
+    save(tmp_path / "s", 1, files(1))
+    layout = make_layout(SIZES, 2048)
+    file = make_file(tmp_path / "other", 0, layout)
+    with file, pytest.raises(StateStoreError, match="--stream-optimizer-state-bucket-numel"):
+        load_snapshot(tmp_path / "s", layout, file, ENTRIES)
+
+
+@pytest.mark.parametrize("call", ["preadv"])
+def test_a_failing_read_of_the_store_leaves_the_older_snapshot(
+    call: str, tmp_path: Path, files: Callable[[int], StateFile]
+) -> None:
+    """And nothing of the new one."""
+    save(tmp_path / "s", 1, files(1))
+    before = sorted((tmp_path / "s").iterdir())
+    layer = FailingLayer()
+    layer.fail(call, 5, nth=2)
+    source = files(2)
+    broken = StateFile.open_existing(source.path, LAYOUT.file_nbytes, layer)
+    with broken, pytest.raises(StateStoreError, match="read failed"):
+        save(tmp_path / "s", 2, broken)
+    assert sorted((tmp_path / "s").iterdir()) == before
+    assert loaded(tmp_path / "s", files) == (1, True, RESIDENT)
+
+
+def test_a_full_filesystem_leaves_the_older_snapshot(
+    tmp_path: Path, files: Callable[[int], StateFile]
+) -> None:
+    """Whether it is the state, the resident state or the manifest that finds no room."""
+    with small_tmpfs(tmp_path / "small", f"size={LAYOUT.file_nbytes * 3 // 2}") as small:
+        save(small / "s", 1, files(1))
+        before = sorted((small / "s").iterdir())
+        with pytest.raises(StateStoreError, match="No space left"):
+            save(small / "s", 2, files(2))
+        assert sorted((small / "s").iterdir()) == before
+        assert loaded(small / "s", files) == (1, True, RESIDENT)
+
+
+def test_no_room_for_the_resident_state_leaves_nothing(
+    tmp_path: Path, files: Callable[[int], StateFile]
+) -> None:
+    """The state that had room already is removed again."""
+    with small_tmpfs(tmp_path / "small", f"size={LAYOUT.file_nbytes * 3 // 2}") as small:
+        with pytest.raises(OSError, match="No space left"):
+            save(small / "s", 2, files(2), resident=bytes(LAYOUT.file_nbytes))
+        assert list((small / "s").iterdir()) == []
+
+
+def test_directories_are_synced_before_and_after_the_rename(
+    tmp_path: Path, files: Callable[[int], StateFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manifest on disk names data on disk, and the names of new directories are there, too."""
+    calls: list[str] = []
+    sync, rename = checkpoint._sync_directory, Path.replace
+
+    def recorded_sync(path: Path) -> None:
+        calls.append(path.name)
+        sync(path)
+
+    def recorded_rename(path: Path, target: Path) -> Path:
+        calls.append("rename")
+        return rename(path, target)
+
+    monkeypatch.setattr(checkpoint, "_sync_directory", recorded_sync)
+    monkeypatch.setattr(Path, "replace", recorded_rename)
+    (tmp_path / "base").mkdir()
+
+    save(tmp_path / "base" / "rank0" / "s", 1, files(1))
+
+    assert calls == ["rank0", "base", "s", "rename", "s"]
+
+
+def test_a_directory_that_cannot_be_looked_into_is_an_error(tmp_path: Path) -> None:
+    """It must not pass for one without a snapshot."""
+    if os.geteuid() == 0:
+        # Root may read everything: a name that is too long cannot be looked at by anybody.
+        with pytest.raises(OSError, match="File name too long"):
+            is_snapshot(tmp_path / ("x" * 300))
+    else:
+        (tmp_path / "closed").mkdir(mode=0o000)
+        with pytest.raises(PermissionError):
+            is_snapshot(tmp_path / "closed")

@@ -1,0 +1,128 @@
+"""What cannot be streamed is refused by name, with the reason and what to do instead."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from megatron.core.optimizer.nvme_state_store import arguments, config
+
+SOUND: dict[str, Any] = {
+    "stream_optimizer_state_to_disk": True,
+    "defer_main_param_initialization": True,
+    "stream_optimizer_state_dir": None,
+    "stream_optimizer_state_bucket_numel": 1000,
+    "use_distributed_optimizer": True,
+    "optimizer": "adam",
+    "bf16": True,
+    "fp16": False,
+}
+
+
+def _config(**changes: Any) -> SimpleNamespace:
+    return SimpleNamespace(**(SOUND | changes))
+
+
+def test_a_sound_configuration_passes_and_a_stock_one_is_not_looked_at() -> None:
+    config.validate_optimizer_config(_config())
+    config.validate_optimizer_config(
+        _config(
+            stream_optimizer_state_to_disk=False,
+            defer_main_param_initialization=False,
+            optimizer_cuda_graph=True,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"defer_main_param_initialization": False}, "needs defer_main_param_initialization"),
+        ({"stream_optimizer_state_to_disk": False}, "needs stream_optimizer_state_to_disk"),
+        ({"use_distributed_optimizer": False}, "add --use-distributed-optimizer"),
+        ({"optimizer": "muon"}, "got --optimizer muon: use adam"),
+        ({"bf16": False}, "needs 16-bit params"),
+        ({"stream_optimizer_state_dir": "a,b"}, "give one"),
+        ({"stream_optimizer_state_bucket_numel": 0}, "expected a positive number"),
+        ({"stream_optimizer_state_bucket_numel": 1.5}, "expected a positive number"),
+        ({"use_precision_aware_optimizer": True}, "leave out --use-precision-aware-optimizer"),
+        ({"optimizer_cpu_offload": True}, "leave out --optimizer-cpu-offload"),
+        ({"optimizer_cuda_graph": True}, "leave out --optimizer-cuda-graph"),
+        ({"reuse_grad_buf_for_mxfp8_param_ag": True}, "leave out --reuse-grad-buf-for-mxfp8"),
+        ({"overlap_param_gather_with_optimizer_step": True}, "leave out --overlap-param-gather-w"),
+        ({"use_layer_wise_distributed_optimizer": True}, "use --optimizer adam"),
+    ],
+)
+def test_a_configuration_that_cannot_stream_is_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match="stream") as caught:
+        config.validate_optimizer_config(_config(**changes))
+
+    assert message in str(caught.value)
+
+
+ARGUMENTS: dict[str, Any] = {
+    "stream_optimizer_state_to_disk": True,
+    "stream_optimizer_state_dir": None,
+    "ckpt_format": "torch_dist",
+    "non_persistent_ckpt_type": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fp8_param_gather": True}, "leave out --fp8-param-gather"),
+        ({"fp4_param_gather": True}, "leave out --fp4-param-gather"),
+        ({"use_megatron_fsdp": True}, "Megatron-FSDP owns"),
+        ({"use_torch_fsdp2": True}, "FSDP2 owns"),
+        ({"qk_clip": True}, "leave out --qk-clip"),
+        ({"ckpt_convert_format": "torch"}, "convert in a run without streaming"),
+        ({"dist_ckpt_optim_fully_reshardable": True}, "in a format of its own"),
+        ({"ckpt_format": "torch"}, "use --ckpt-format torch_dist"),
+        ({"ckpt_format": "fsdp_dtensor"}, "use --ckpt-format torch_dist"),
+        ({"non_persistent_ckpt_type": "local"}, "use global"),
+        (
+            {"stream_optimizer_state_to_disk": False, "stream_optimizer_state_dir": "/x"},
+            "--stream-optimizer-state-dir has no effect without",
+        ),
+    ],
+)
+def test_an_argument_that_would_read_evicted_state_is_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match="--stream-optimizer-state") as caught:
+        arguments.validate_arguments(SimpleNamespace(**(ARGUMENTS | changes)))
+
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_flag_alone_switches_deferral(on: bool) -> None:
+    args = SimpleNamespace(**(ARGUMENTS | {"stream_optimizer_state_to_disk": on}))
+
+    arguments.validate_arguments(args)
+
+    assert args.defer_main_param_initialization is on
+
+
+def test_every_flag_is_a_field_and_none_is_ignored() -> None:
+    parsed = arguments.add_arguments(argparse.ArgumentParser()).parse_args([])
+
+    assert set(vars(parsed)) == {
+        "stream_optimizer_state_to_disk",
+        "stream_optimizer_state_dir",
+        "stream_optimizer_state_bucket_numel",
+    }
+
+
+def test_the_default_directory_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCRATCH", "/local")
+    assert str(config.default_directory()).startswith("/local/megatron_optimizer_state_")
+    monkeypatch.delenv("SCRATCH")
+    assert str(config.default_directory()).startswith("/scratch/megatron_optimizer_state_")
+    assert config.store_config(_config(stream_optimizer_state_dir="/x")).directory == Path("/x")
