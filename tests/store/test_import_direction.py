@@ -20,6 +20,7 @@ RANKS = [
     {"bucket_optimizer"},
     {"pipeline"},
     {"checkpoint"},
+    {"model_shards", "resident"},
     {"store"},
 ]
 """As the package's docstring has them: each imports from the ranks before its own."""

@@ -9,6 +9,7 @@ Modules by rank; each imports only from the ranks above it, and only the adapter
     bucket_optimizer           the update of one resident bucket by Megatron's own optimizer
     pipeline                   the order of a step: read, upload, update, publish, download, write
     checkpoint                 durable snapshot and restore
+    model_shards, resident     a bucket and the model's shards; params that do not stream
     store                      lifetime and state; the only class callers hold
     adapters                   distributed_optimizer, chained_optimizer, checkpoint_hooks, arguments
 

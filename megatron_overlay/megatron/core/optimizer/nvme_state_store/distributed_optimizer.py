@@ -13,7 +13,9 @@ from .bucket_optimizer import shallow_copy
 from .checkpoint import EntryRecord
 from .config import store_config
 from .errors import StateStoreError
-from .store import Entry, OptimizerStateStore, Resident
+from .model_shards import Entry
+from .resident import Resident
+from .store import OptimizerStateStore
 
 MARKER = "nvme_state_store"
 FORMAT = {"format": 1}

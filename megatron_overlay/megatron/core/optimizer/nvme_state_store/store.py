@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import io
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,25 +16,19 @@ import torch.distributed as dist
 
 from . import checkpoint
 from .agreement import agree, gather
-from .bucket_optimizer import MOMENTS, ResidentSlice, update_params, update_slices
-from .checkpoint import EntryRecord
+from .bucket_optimizer import update_params, update_slices
 from .config import StoreConfig
 from .errors import StateFileError, StateStoreError
-from .fingerprint import fingerprint
 from .io_engine import IoCounters, SyncEngine
 from .layout import SEGMENTS, Bucket, Layout, make_layout
+from .model_shards import MAIN, CopyFn, Entry, ModelShards
 from .pipeline import run_step
 from .rank_directory import RankDirectory
+from .resident import Resident, resident_state, set_resident_state
 from .staging import DeviceSlot, HostSlot, device_slot
 from .state_file import StateFile
 
 logger = logging.getLogger(__name__)
-
-MAIN = SEGMENTS.index("main")
-
-CopyFn = Callable[[int, int, torch.Tensor], None]
-"""``copy_fn(entry, start, out)`` fills ``out`` (FP32, flat, on the device) with the elements
-``[start, start + out.numel())`` of an entry's main-param shard."""
 
 
 class State(enum.Enum):
@@ -54,32 +46,6 @@ class State(enum.Enum):
     STEPPING = "stepping"
     FAILED = "failed"
     CLOSED = "closed"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One main-param shard.
-
-    Attributes:
-        record: what it is a shard of.
-        main: its FP32 handle, shape (record.numel,), without storage; carries ``grad``.
-        group: index of its param group in the master optimizer.
-        model_shard: returns the 16-bit shard, flat, where the param gather reads it.
-    """
-
-    record: EntryRecord
-    main: torch.Tensor
-    group: int
-    model_shard: Callable[[], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Resident:
-    """A native FP32 shard: it has no main copy, stays on the device, and steps there."""
-
-    record: EntryRecord
-    param: torch.Tensor
-    group: int
 
 
 class OptimizerStateStore:
@@ -132,11 +98,7 @@ class OptimizerStateStore:
         self._file: StateFile | None = None
         self._engine = SyncEngine()
         self._host: HostSlot  # from `initialize_main_from_model_params` on
-        self._fingerprints: dict[int, torch.Tensor] = {}
-        self._norms = torch.zeros(max(len(self.entries), 1), dtype=torch.float32, device=device)
-        for index, entry in enumerate(self.entries):
-            # What a reader of norms may use instead of the evicted storage: shape (1,), on device.
-            entry.main.nvme_l2_norm = self._norms[index : index + 1]  # type: ignore[attr-defined]
+        self._shards = ModelShards(self.entries, device)
 
     @property
     def counters(self) -> IoCounters:
@@ -240,7 +202,7 @@ class OptimizerStateStore:
                     self._host,
                     device,
                     self._update,
-                    self._publish,
+                    self._shards.publish,
                 )
             self._set_steps(self.steps + 1)
         self._state = State.READY
@@ -305,7 +267,7 @@ class OptimizerStateStore:
                     self._open_file(),
                     [entry.record for entry in self.entries],
                     self.steps,
-                    self._resident_state(),
+                    resident_state(self._optimizer, self.resident),
                     generation,
                 )
         except StateStoreError:
@@ -369,10 +331,10 @@ class OptimizerStateStore:
             )
             self._open_file().sync()
             self._open_file().drop_page_cache()
-            self._set_resident_state(resident)
+            set_resident_state(self._optimizer, self.resident, resident)
             self._set_steps(manifest.step)
             self.generation = manifest.generation
-            self._compare_with_model(directory)
+            self._compare_with_model()
         saves = gather((self.steps, self.generation), self._group)
         if len(set(saves.values())) > 1:
             self.fail(f"{base_dir}: the ranks' snapshots are of different saves: {saves}")
@@ -407,101 +369,30 @@ class OptimizerStateStore:
 
     # ------------------------------------------------------------------------- stages of a bucket
 
-    def _slices(self, bucket: Bucket, device: DeviceSlot) -> list[ResidentSlice]:
-        slices = []
-        for piece in bucket.slices:
-            entry = self.entries[piece.entry]
-            if entry.main.grad is None:
-                raise StateStoreError(f"{entry.record.name} has no gradient")
-            where = slice(piece.offset, piece.offset + piece.numel)
-            slices.append(
-                ResidentSlice(
-                    group=entry.group,
-                    main=device.segment(bucket, MAIN)[where],
-                    grad=entry.main.grad.view(-1)[piece.start : piece.start + piece.numel],
-                    moments={
-                        name: device.segment(bucket, SEGMENTS.index(name))[where]
-                        for name in MOMENTS
-                    },
-                )
-            )
-        return slices
-
     def _update(self, bucket: Bucket, device: DeviceSlot) -> None:
-        self._check_fingerprint(bucket)
-        update_slices(self._optimizer, self._slices(bucket, device), self.steps)
-
-    def _publish(self, bucket: Bucket, device: DeviceSlot) -> None:
-        main = device.segment(bucket, MAIN)
-        for piece, shard in zip(bucket.slices, self._model_slices(bucket), strict=True):
-            shard.copy_(main[piece.offset : piece.offset + piece.numel])
-        self._remember(bucket, device)
-
-    def _model_slices(self, bucket: Bucket) -> list[torch.Tensor]:
-        return [
-            self.entries[piece.entry].model_shard()[piece.start : piece.start + piece.numel]
-            for piece in bucket.slices
-        ]
-
-    def _remember(self, bucket: Bucket, device: DeviceSlot) -> None:
-        """Keep what is known of a bucket while it is resident: its fingerprint and its norms."""
-        self._fingerprints[bucket.index] = fingerprint(self._model_slices(bucket))
-        main = device.segment(bucket, MAIN)
-        for piece in bucket.slices:
-            norm = torch.linalg.vector_norm(main[piece.offset : piece.offset + piece.numel])
-            known = self._norms[piece.entry]
-            known.copy_(norm if piece.start == 0 else torch.hypot(known, norm))
-
-    def _check_fingerprint(self, bucket: Bucket) -> None:
-        if not torch.equal(
-            fingerprint(self._model_slices(bucket)), self._fingerprints[bucket.index]
-        ):
-            names = sorted({self.entries[piece.entry].record.name for piece in bucket.slices})
-            raise StateStoreError(
-                f"bucket {bucket.index} ({', '.join(names)}): the model params are not those the "
-                "store published: something replaced them without refreshing the main params; "
-                "call reload_model_params() after loading weights"
-            )
+        self._shards.check(bucket)
+        update_slices(self._optimizer, self._shards.slices(bucket, device), self.steps)
 
     def _write_mains(self, copy_fn: CopyFn | None) -> int:
         """Fill and write the main segment of every bucket; returns the bytes written."""
         written = 0
-        file = self._open_file()
         with device_slot(self.layout, self._device) as device:
             for bucket in self.layout.buckets:
-                main = device.segment(bucket, MAIN)
-                for piece, shard in zip(bucket.slices, self._model_slices(bucket), strict=True):
-                    out = main[piece.offset : piece.offset + piece.numel]
-                    if copy_fn is None:
-                        out.copy_(shard)
-                    else:
-                        copy_fn(piece.entry, piece.start, out)
-                self._remember(bucket, device)
-                self._host.segment(bucket, MAIN).copy_(main)
+                self._shards.fill(bucket, device, copy_fn)
+                self._host.segment(bucket, MAIN).copy_(device.segment(bucket, MAIN))
                 segment = self._host.segment_bytes(bucket, MAIN)
-                self._engine.write(file, bucket.offset, segment).wait()
+                self._engine.write(self._open_file(), bucket.offset, segment).wait()
                 written += len(segment)
         return written
 
-    def _compare_with_model(self, directory: Path) -> None:
+    def _compare_with_model(self) -> None:
         """Check that the restored main params round to the model params, and remember them."""
         with device_slot(self.layout, self._device) as device:
             for bucket in self.layout.buckets:
                 extent = self._host.extent(bucket)
                 self._engine.read(self._open_file(), bucket.offset, extent).wait()
                 device.upload(bucket, self._host)
-                main = device.segment(bucket, MAIN)
-                for piece, shard in zip(bucket.slices, self._model_slices(bucket), strict=True):
-                    rounded = main[piece.offset : piece.offset + piece.numel].to(shard.dtype)
-                    if not torch.equal(rounded.view(torch.int16), shard.view(torch.int16)):
-                        name = self.entries[piece.entry].record.name
-                        raise StateStoreError(
-                            f"{directory}: the main params of {name} do not round to its model "
-                            "params: weights and optimizer state are of different checkpoints"
-                        )
-                self._remember(bucket, device)
-
-    # -------------------------------------------------------------- counters and resident params
+                self._shards.compare(bucket, device)
 
     def _set_steps(self, steps: int) -> None:
         """Set the one step counter; groups show it, also those of which this rank has no part."""
@@ -512,33 +403,6 @@ class OptimizerStateStore:
                     group["step"] = steps
                 else:
                     group.pop("step", None)
-
-    def _resident_state(self) -> bytes | None:
-        if not self.resident:
-            return None
-        content = []
-        for resident in self.resident:
-            state = self._optimizer.state.get(resident.param, {})
-            tensors = {
-                key: value.detach().cpu() if isinstance(value, torch.Tensor) else value
-                for key, value in state.items()
-            }
-            content.append((resident.record, resident.param.detach().cpu(), tensors))
-        stream = io.BytesIO()
-        torch.save([(r.name, r.start, r.numel, p.clone(), s) for r, p, s in content], stream)
-        return stream.getvalue()
-
-    def _set_resident_state(self, content: bytes | None) -> None:
-        saved = [] if content is None else torch.load(io.BytesIO(content), map_location="cpu")
-        ours = [(r.record.name, r.record.start, r.record.numel) for r in self.resident]
-        if [(name, start, numel) for name, start, numel, _, _ in saved] != ours:
-            raise StateStoreError("the checkpoint holds other native FP32 params than this rank")
-        for resident, (_, _, _, param, state) in zip(self.resident, saved, strict=True):
-            resident.param.data.copy_(param)
-            self._optimizer.state[resident.param] = {
-                key: value.to(self._device) if _lives_on_device(key, value) else value
-                for key, value in state.items()
-            }
 
     # ------------------------------------------------------------------------- states and failures
 
@@ -580,8 +444,3 @@ class OptimizerStateStore:
 def new_generation(group: dist.ProcessGroup | None) -> str:
     """Return a name for the next save that all ranks of ``group`` agree on."""
     return str(next(iter(gather(uuid.uuid4().hex, group).values())))
-
-
-def _lives_on_device(key: str, value: object) -> bool:
-    """Torch keeps its step counters on the host, and wants them there."""
-    return isinstance(value, torch.Tensor) and key != "step"
