@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from megatron.core.optimizer.nvme_state_store.fingerprint import fingerprint
+from megatron.core.optimizer.nvme_state_store.fingerprint import PIECE_NUMEL, fingerprint
 
 SIZES = [1, 5, 2047, 2048, 2049, 10_000]
 
@@ -100,3 +100,13 @@ def test_pairs_of_opposite_changes_do_not_cancel() -> None:
         seen.add(tuple(fingerprint([changed]).tolist()))
     assert tuple(fingerprint([shard]).tolist()) not in seen
     assert len(seen) == len(range(0, shard.numel(), 3))
+
+
+def test_pieces_that_changed_places_are_noticed() -> None:
+    """A shard is summed in pieces; exchanging two whole pieces must show."""
+    shard = torch.randn(2 * PIECE_NUMEL + 5).to(torch.bfloat16)
+    first, second, rest = shard.split(PIECE_NUMEL)
+
+    exchanged = torch.cat([second, first, rest])
+
+    assert not torch.equal(fingerprint([shard]), fingerprint([exchanged]))

@@ -382,6 +382,31 @@ def test_every_ordinary_end_removes_the_directory(end: str, is_removed: bool, ba
         assert directory.reclaimed_bytes == (0 if is_removed else MIB)
 
 
+WORKER = """
+import multiprocessing
+
+def work(base):
+    directory = RankDirectory.acquire(Path(base), 'rank0')
+    (directory.path / 'state.bin').write_bytes(b'x')
+    print(directory.path, flush=True)
+
+RankDirectory.acquire(Path(sys.argv[1]), 'parent').release()
+worker = multiprocessing.get_context('fork').Process(target=work, args=(sys.argv[1],))
+worker.start()
+worker.join()
+"""
+
+
+def test_the_end_of_a_multiprocessing_worker_removes_its_directory(base: Path) -> None:
+    """Such a process runs no `atexit`, and inherits a parent that had registered already."""
+    with process(WORKER, base) as running:
+        path = announced(running)
+        running.communicate()
+
+    assert path.parent == base
+    assert not path.exists()
+
+
 FORK = """
 directory.release() if sys.argv[2] == 'before' else None
 child = os.fork()

@@ -33,7 +33,6 @@ SIGKILL, an unhandled SIGTERM and os._exit skip the removal at exit; the next st
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import fcntl
@@ -45,6 +44,7 @@ import shutil
 import stat
 import time
 from collections.abc import Iterator
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -128,6 +128,7 @@ class RankDirectory:
                 reclaimed = sum(_reclaim(resolved, name) for name in names)
                 directory = cls._make(resolved, label, reclaimed)
         _held.add(directory)
+        _release_at_exit()
         return directory
 
     @classmethod
@@ -316,7 +317,20 @@ def _filesystem_type(path: Path) -> str:
     return found
 
 
-@atexit.register
+_registered_pids: set[int] = set()
+
+
+def _release_at_exit() -> None:
+    """Release what this process holds when it ends.
+
+    Not through `atexit`: a process that multiprocessing has forked ends without running it, and
+    has forgotten what its parent registered.
+    """
+    if os.getpid() not in _registered_pids:
+        _registered_pids.add(os.getpid())
+        Finalize(None, _release_all, exitpriority=0)
+
+
 def _release_all() -> None:
     for directory in list(_held):
         try:

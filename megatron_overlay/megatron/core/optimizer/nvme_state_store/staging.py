@@ -4,7 +4,10 @@ Peak memory is a formula of the layout (invariant 9):
 
     pinned host   `slot_nbytes`                    bytes, for the lifetime of the store
     device        3 * 4 * `slot_numel`             bytes, during a step, refresh or load
-                  + 2 * `slot_numel`               during a load, to compare with the model
+                  + 3 * `slot_numel`               during a load, to compare with the model
+                  + 12 * `PIECE_NUMEL` (50 MB)     for the fingerprints
+                  + what the inner optimizer allocates for one bucket (torch's AdamW: 4 *
+                  `slot_numel`; Transformer Engine's FusedAdam: nothing)
 """
 
 from __future__ import annotations
