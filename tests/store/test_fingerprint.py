@@ -105,7 +105,7 @@ def test_pairs_of_opposite_changes_do_not_cancel() -> None:
 def test_pieces_that_changed_places_are_noticed() -> None:
     """A shard is summed in pieces; exchanging two whole pieces must show."""
     shard = torch.randn(2 * PIECE_NUMEL + 5).to(torch.bfloat16)
-    first, second, rest = shard.split(PIECE_NUMEL)
+    first, second, rest = torch.split(shard, PIECE_NUMEL)
 
     exchanged = torch.cat([second, first, rest])
 

@@ -33,7 +33,7 @@ def fingerprint(shards: Sequence[torch.Tensor]) -> torch.Tensor:
     total: torch.Tensor | None = None
     position = 0
     for shard in shards:
-        for bits in shard.detach().view(torch.int16).split(PIECE_NUMEL):
+        for bits in torch.split(shard.detach().view(torch.int16), PIECE_NUMEL):
             position += 1
             weighted = _mix(bits) * (2 * position + 1)
             total = weighted if total is None else total + weighted
