@@ -56,8 +56,16 @@ def run_pytest(
 
 
 def judge(report: ElementTree.Element, node: str) -> Outcome:
-    """Tell a failed assertion in the test's own file from every other way not to pass."""
-    (case,) = report.iter("testcase")
+    """Tell a failed assertion in the test's own file from every other way not to pass.
+
+    Of a test with parameters every case has to fail by its assertion.
+    """
+    outcomes = [_judge_case(case, node) for case in report.iter("testcase")]
+    worst = [outcome for outcome in outcomes if outcome.kind != "assertion"] + outcomes
+    return worst[0] if worst else Outcome("other", "no test was run")
+
+
+def _judge_case(case: ElementTree.Element, node: str) -> Outcome:
     problems = list(case)
     if not problems:
         return Outcome("passed", "")
@@ -114,6 +122,9 @@ def test_a_guard_that_fails_by_an_import_error_is_no_proof(tmp_path: Path) -> No
     assert outcome("def test_guard():\n    import megatron_that_is_not_there\n") == "other"
     assert outcome("def test_guard():\n    object().gone\n") == "other"
     assert outcome("def test_guard(broken):\n    pass\n") == "other"
+    some = '@pytest.mark.parametrize("n", [1, 2])\ndef test_guard(n):\n    assert n == '
+    assert outcome(some + "3\n") == "assertion"
+    assert outcome(some + "2\n") == "passed"
     assert outcome("def helper():\n    raise SystemExit(1)\ndef test_guard():\n    helper()\n") == (
         "other"
     )
