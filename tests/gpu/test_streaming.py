@@ -82,3 +82,48 @@ def test_offloading_and_restoring_changes_nothing(
 
     for ours, theirs in zip(runs, stock, strict=True):
         assert ours.final.differences(theirs.final) == []
+
+
+def peaks_of_refresh_save_and_load(model: Any, optimizer: Any, directory: str) -> dict[str, int]:
+    """Return the device bytes that each takes on top of what is there, and two sizes."""
+    stores = list(optimizer._stores())
+    found = {
+        "slot_numel": max(store.layout.slot_numel for store in stores),
+        "state_nbytes": sum(store.layout.nbytes for store in stores),
+    }
+    for name, call in (
+        ("refresh", optimizer.reload_model_params),
+        ("save", lambda: optimizer.save_stores(Path(directory))),
+        ("load", lambda: optimizer.load_stores(Path(directory))),
+    ):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        found[name] = torch.cuda.max_memory_allocated() - before
+    return found
+
+
+def measure(arguments: list[str], directory: str) -> dict[str, int]:
+    """Set up a streamed run and return what `peaks_of_refresh_save_and_load` finds."""
+    found: dict[str, int] = {}
+
+    def look(model: Any, optimizer: Any) -> None:
+        found.update(peaks_of_refresh_save_and_load(model, optimizer, directory))
+
+    gpt.train(arguments, until=0, after_setup=look, optimizer_tensors=streaming.streamed_tensors)
+    return found
+
+
+def test_refresh_save_and_load_take_a_slot_and_no_more(tmp_path: Path) -> None:
+    """The formula of `staging.py`, fingerprints included, on what CUDA really allocates."""
+    flags = streaming.flags(tmp_path / "state", bucket_numel=1_000_000)
+    (found,) = cuda_ranks.run(
+        measure, arguments=[*gpt.BF16, *MODEL, *flags], directory=str(tmp_path / "snapshot")
+    )
+
+    bound = (12 + 3 + 12) * found["slot_numel"] + (1 << 20)
+    assert bound < found["state_nbytes"] // 2, "or the bound would show nothing"
+    for name in ("refresh", "save", "load"):
+        assert found[name] <= bound, found
