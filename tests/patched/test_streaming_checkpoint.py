@@ -426,3 +426,36 @@ def test_reload_model_params_takes_the_state_dict_if_there_is_one(driven: dict[s
     assert driven["by state dict"] == ""
     assert driven["fp32 mains"]
     assert driven["bf16 mains"]
+
+
+def reload_precisely(directory: str) -> bool:
+    """Reload from FP32 values on a rank that owns a part of the params; were they kept?"""
+    kept = []
+
+    def act(model: Sequence[Any], optimizer: Any) -> None:
+        precise = 1 + 2**-12
+        state_dict = {
+            name: tensor.float() * precise if tensor.is_floating_point() else tensor
+            for name, tensor in model[0].state_dict().items()
+            if isinstance(tensor, torch.Tensor)
+        }
+        optimizer.reload_model_params({"model": state_dict})
+        store = optimizer._nvme_state_store
+        kept.extend(
+            torch.equal(
+                store.read_entry(index)["main"], entry.model_shard().float().cpu() * precise
+            )
+            for index, entry in enumerate(store.entries)
+        )
+        raise Stopped
+
+    try:
+        gpt.train([*gpt.BF16, *streaming.flags(directory)], 0, after_setup=act)
+    except Stopped:
+        return bool(kept) and all(kept)
+    raise AssertionError("setup did not reach the callback")
+
+
+def test_each_rank_reloads_its_own_part_of_a_state_dict(ranks: RankPool, tmp_path: Path) -> None:
+    """A shard begins somewhere in its param, and a piece somewhere in its shard."""
+    assert ranks.run(reload_precisely, 2, directory=str(tmp_path)) == [True, True]
