@@ -430,7 +430,7 @@ def test_reload_model_params_takes_the_state_dict_if_there_is_one(driven: dict[s
 
 def reload_precisely(directory: str) -> bool:
     """Reload from FP32 values on a rank that owns a part of the params; were they kept?"""
-    kept = []
+    kept: list[bool] = []
 
     def act(model: Sequence[Any], optimizer: Any) -> None:
         precise = 1 + 2**-12

@@ -194,7 +194,8 @@ LOG_LINES = (
     r"NVMe optimizer state store: \d+ buckets, \d+\.\d+ GB disk, 0 GB host, 0 GB device at \S+ "
     r"\(main fp32, moments fp32, io buffered\)",
     r"NVMe optimizer main-param initialization: \d+\.\d+ GB in \d+\.\d+s",
-    r"NVMe streaming step: \d+ buckets, read \d+\.\d+ GB, wrote \d+\.\d+ GB in \d+\.\d+s \(",
+    r"NVMe streaming step: \d+ buckets, read \d+\.\d+ GB, wrote \d+\.\d+ GB in \d+\.\d+s "
+    r"\(read-wait \S+s upload \S+s update \S+s download \S+s write-wait \S+s\)",
     r"NVMe optimizer state saved: \S+/nvme_optimizer_state/rank0000\d/optimizer0 ",
     r"NVMe optimizer state loaded: \S+/nvme_optimizer_state/rank0000\d/optimizer0 .*step 1",
 )

@@ -76,6 +76,17 @@ class DeviceSlot:
             host.segment(bucket, index).copy_(self.segment(bucket, index), non_blocking=True)
         torch.cuda.current_stream().synchronize()
 
+    def mark(self) -> torch.cuda.Event:
+        """Record a point in the current stream's time."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds_between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
+        """Return the device's seconds between two marks; waits for the second."""
+        second.synchronize()
+        return float(first.elapsed_time(second)) / 1000
+
 
 @contextmanager
 def device_slot(layout: Layout, device: torch.device) -> Iterator[DeviceSlot]:

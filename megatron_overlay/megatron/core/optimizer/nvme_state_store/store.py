@@ -195,7 +195,7 @@ class OptimizerStateStore:
                     [resident.group for resident in self.resident],
                 )
             with device_slot(self.layout, self._device) as device:
-                run_step(
+                times = run_step(
                     self.layout,
                     self._open_file(),
                     self._engine,
@@ -208,14 +208,12 @@ class OptimizerStateStore:
         self._state = State.READY
         moved = self._engine.counters - before
         logger.info(
-            "NVMe streaming step: %d buckets, read %.3f GB, wrote %.3f GB in %.3fs "
-            "(read %.3fs write %.3fs)",
+            "NVMe streaming step: %d buckets, read %.3f GB, wrote %.3f GB in %.3fs (%s)",
             len(self.layout.buckets),
             moved.bytes_read / 1e9,
             moved.bytes_written / 1e9,
             time.monotonic() - start,
-            moved.read_seconds,
-            moved.write_seconds,
+            times,
         )
         return True
 
