@@ -13,7 +13,7 @@ from buildtools.overlay import lay_over
 from buildtools.patchfile import Patch
 from buildtools.paths import scratch_dir, swap_in
 from buildtools.pin import Lock, Pin
-from buildtools.upstream import PACKAGE_INFO, Download, Source, fetch, source_version
+from buildtools.upstream import PACKAGE_INFO, Download, Source, fetch
 
 
 @dataclass(frozen=True)
@@ -73,19 +73,27 @@ def verify_label(tree: Path, pin: Pin) -> None:
     """Check that the patched ``package_info.py`` says our version, and says it without help.
 
     Raises:
-        BuildError: the version is not ``<upstream>+nvme.<revision>``, or the file imports a
+        BuildError: ``__version__`` is not ``<upstream>+nvme.<revision>``, or the file imports a
             module (upstream's appends the git hash of whatever repository it lies in).
     """
-    version = source_version(tree)
-    if version != pin.label:
-        raise BuildError(
-            f"version label: upstream.toml says {pin.label}, the patched {PACKAGE_INFO} {version}: "
-            "change PRE_RELEASE in the label patch, or [release] revision"
-        )
-    module = ast.parse((tree / PACKAGE_INFO).read_text(encoding="utf-8"))
+    source = tree / PACKAGE_INFO
+    try:
+        module = ast.parse(source.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError) as error:
+        raise BuildError(f"version label: cannot read {source}: {error}") from error
     imports = [node for node in ast.walk(module) if isinstance(node, ast.Import | ast.ImportFrom)]
     if imports:
         raise BuildError(
             f"version label: {PACKAGE_INFO} line {imports[0].lineno} imports a module; the "
             "version must not depend on where the package lies"
+        )
+    names: dict[str, object] = {"__builtins__": {"map": map, "str": str}}
+    try:
+        exec(compile(module, str(source), "exec"), names)
+    except Exception as error:  # whatever upstream's arithmetic may raise
+        raise BuildError(f"version label: {PACKAGE_INFO} does not run: {error!r}") from error
+    if names.get("__version__") != pin.label:
+        raise BuildError(
+            f"version label: upstream.toml says {pin.label}, the patched {PACKAGE_INFO} "
+            f"{names.get('__version__')}: change the label patch, or [release] revision"
         )

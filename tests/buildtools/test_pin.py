@@ -55,12 +55,11 @@ def test_the_lock_is_rewritten_and_nothing_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("info", "message"),
     [
-        ('MAJOR = 1\nMINOR = 2\nPATCH = 3\nPRE_RELEASE = ""\n', r"says 1\.2\.3\+nvme\.1, the"),
-        (
-            'import os\nMAJOR = 1\nMINOR = 2\nPATCH = 3\nPRE_RELEASE = "+nvme.1"\n',
-            "line 1 imports a module",
-        ),
-        ("MAJOR = 1\n", "cannot read the version"),
+        ('__version__ = "1.2.3"\n', r"says 1\.2\.3\+nvme\.1, the patched .* 1\.2\.3:"),
+        ("MAJOR = 1\n", r"says 1\.2\.3\+nvme\.1, the patched .* None:"),
+        ('import os\n__version__ = "1.2.3+nvme.1"\n', "line 1 imports a module"),
+        ('__version__ = open("/etc/hostname").read()\n', "does not run: NameError"),
+        ("MAJOR = \n", "cannot read"),
     ],
 )
 def test_a_wrong_label_is_refused(toy: Toy, tmp_path: Path, info: str, message: str) -> None:

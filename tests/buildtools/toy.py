@@ -23,7 +23,10 @@ PACKAGE_INFO = "megatron/core/package_info.py"
 
 FILES = {
     "pyproject.toml": '[project]\nname = "toy"\n',
-    PACKAGE_INFO: 'MAJOR = 1\nMINOR = 2\nPATCH = 3\nPRE_RELEASE = ""\n\nNAME = "toy"\n',
+    PACKAGE_INFO: (
+        'MAJOR = 1\nMINOR = 2\nPATCH = 3\nPRE_RELEASE = ""\n\n\n'
+        "__version__ = '.'.join(map(str, (MAJOR, MINOR, PATCH)))\n\nNAME = \"toy\"\n"
+    ),
     MODEL: "".join(f"line_{n} = {n}\n" for n in range(1, 41)),
     OPTIMIZER: "".join(f"rate_{n} = {n}\n" for n in range(1, 21)),
     "megatron/core/empty/__init__.py": "",
@@ -132,7 +135,7 @@ def make_toy(root: Path) -> Toy:
     git.commit_all("pristine")
     pristine = tree_id(entries_below(root / "author", FILES))
     edits = [
-        ("info: label the build", PACKAGE_INFO, 'PRE_RELEASE = ""', 'PRE_RELEASE = "+nvme.1"'),
+        ("info: label the build", PACKAGE_INFO, "PATCH)))\n", "PATCH))) + '+nvme.1'\n"),
         ("model: change an early line", MODEL, "line_5 = 5\n", "line_5 = 55\n"),
         ("model: change a late line", MODEL, "line_30 = 30\n", "line_30 = 30\nadded = True\n"),
     ]
