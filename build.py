@@ -16,8 +16,11 @@ restart_under_required_python(ROOT, os.path.abspath(__file__))
 
 import argparse  # noqa: E402
 import signal  # noqa: E402
+from collections.abc import Callable  # noqa: E402
 
 from buildtools.console import BuildError  # noqa: E402
+from buildtools.paths import WORK  # noqa: E402
+from buildtools.transaction import recover  # noqa: E402
 from buildtools.verbs import VERBS  # noqa: E402
 
 EPILOG = """exit status: 0 success, 1 failure, 2 wrong usage; of `doctor`: 0 patched and intact,
@@ -65,15 +68,72 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--installed", action="store_true", help="what `import megatron.core` takes"
     )
     doctor.add_argument("--python", help="whose installation (default: what started build.py)")
-    add("check")
+    add("check").add_argument(
+        "--tree",
+        metavar="VERSION|PATH|git:REF",
+        help="check another upstream against the series, the tripwires and the census",
+    )
+    drift = add("drift", sources=False)
+    drift.set_defaults(source="index")
+    which = drift.add_mutually_exclusive_group(required=True)
+    which.add_argument("--against", nargs="+", metavar="VERSION|PATH|git:REF")
+    which.add_argument("--latest", action="store_true", help="the newest release of the index")
+    drift.add_argument("--details", action="store_true", help="print all that is not as it was")
+    drift.add_argument("--report", metavar="FILE.md|FILE.json", help="write all of it there")
     # A new lock is made from the index alone: its hash vouches for the pristine tree.
-    add("pin", sources=False).set_defaults(source="index", engine="git")
+    pin = add("pin", sources=False)
+    pin.set_defaults(source="index", engine="git")
+    pin.add_argument(
+        "--accept",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a tripwire or reader, as `check` names it; may be given several times",
+    )
+    pin.add_argument("--because", metavar="TEXT", help="why it is fine; needed for --accept")
+    pin.add_argument(
+        "--as",
+        dest="classed",
+        choices=["served", "refused", "harmless"],
+        help="what a reader is while state is on disk",
+    )
+    add_series_verbs(add)
     add("clean", sources=False)
     args, passed_on = parser.parse_known_args(argv)
     if passed_on and args.verb not in ("test", "train-example"):
         parser.error(f"unrecognized arguments: {' '.join(passed_on)}")
     args.passed_on = passed_on
     return args
+
+
+def add_series_verbs(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the verbs that change the series, or move it to another upstream."""
+    edit = add("edit", sources=False)
+    edit.add_argument("--output", metavar="DIR", help="where to (default: .work/edit)")
+    edit.add_argument(
+        "--discard", action="store_true", help="throw away work there that is not exported"
+    )
+    new = add("new", sources=False)
+    new.add_argument("subject", help='"<area>: <imperative>"')
+    new.add_argument("--reason", choices=["hook", "upstream-bug", "packaging"])
+    export = add("export", sources=False)
+    export.add_argument("--because", metavar="TEXT", help="why patches are gone from the tree")
+    for verb in (new, export, add("status", sources=False)):
+        verb.add_argument("--edit", metavar="DIR", help="the edit tree (default: .work/edit)")
+    drop = add("drop", sources=False)
+    drop.add_argument("name", help="number or start of the name of a patch")
+    drop.add_argument("--because", metavar="TEXT", required=True, help="why")
+    rebase = add("rebase", sources=False)
+    action = rebase.add_mutually_exclusive_group(required=True)
+    action.add_argument("--to", metavar="VERSION|PATH|git:REF", help="start a rebase")
+    action.add_argument(
+        "--continue", dest="go_on", action="store_true", help="the conflict is resolved"
+    )
+    action.add_argument("--abort", action="store_true", help="give the open rebase up")
+    rebase.add_argument("--report", metavar="FILE.md|FILE.json", help="write the report there")
+    rebase.add_argument(
+        "--because", metavar="TEXT", help="why a patch is dropped of which nothing is left"
+    )
 
 
 def main() -> int:
@@ -83,6 +143,8 @@ def main() -> int:
     sys.stderr.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     args = parse(sys.argv[1:])
     try:
+        if args.verb != "doctor":
+            recover(WORK / "journal")
         return VERBS[args.verb](args)
     except (BuildError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")

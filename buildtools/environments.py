@@ -68,6 +68,9 @@ def _venv(name: str, requirements: str, install: Callable[[Path], None]) -> Path
     return python
 
 
+_AVAILABLE = "Available versions: "
+
+
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Let one build of this clone at a time make environments."""
@@ -190,6 +193,39 @@ def sdist_downloader(python: Path) -> Callable[[Pin, Path], None]:
         )  # fmt: skip
 
     return download
+
+
+def release_downloader(python: Path) -> Callable[[str, str, Path], None]:
+    """Return what downloads a release whose hash is not known yet: name, version, directory.
+
+    pip runs the build backend's metadata step of what arrives: the index alone vouches for it.
+    """
+
+    def download(name: str, version: str, directory: Path) -> None:
+        run_logged(
+            _pip(
+                python, "download", "--no-deps", "--no-build-isolation", "--no-binary", name,
+                "--dest", str(directory), f"{name}=={version}",
+            ),
+            f"download of {name} {version}",
+        )  # fmt: skip
+
+    return download
+
+
+def published_versions(python: Path, name: str) -> list[str]:
+    """Return the versions of a package that the index offers, newest first, without pre-releases.
+
+    Raises:
+        BuildError: pip cannot ask the index, or it answers otherwise than expected.
+    """
+    done = subprocess.run(
+        _pip(python, "index", "versions", name), capture_output=True, text=True, check=False
+    )
+    line = next((each for each in done.stdout.splitlines() if each.startswith(_AVAILABLE)), None)
+    if done.returncode != 0 or line is None:
+        raise BuildError(f"cannot list the versions of {name}: {done.stderr.strip()[-500:]}")
+    return line.removeprefix(_AVAILABLE).replace(" ", "").split(",")
 
 
 def require_compiler() -> None:

@@ -7,10 +7,11 @@ with exit status 0; ``git apply`` inside another repository skips every file, wi
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from buildtools.console import BuildError
@@ -29,6 +30,9 @@ _SETTINGS = {
     "diff.renames": "true",
     "gc.auto": "0",
     "init.defaultBranch": "main",
+    "merge.conflictStyle": "diff3",
+    "merge.renames": "true",
+    "rerere.enabled": "false",
     "safe.directory": "*",
 }
 _IDENTITY = {"NAME": "megatron-nvme", "EMAIL": "megatron-nvme@localhost", "DATE": "@0 +0000"}
@@ -49,6 +53,7 @@ def _environment(ceiling: Path) -> dict[str, str]:
         "GIT_CEILING_DIRECTORIES": str(ceiling),
         "GIT_CONFIG_GLOBAL": os.devnull,
         "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_NO_REPLACE_OBJECTS": "1",
         "GIT_TERMINAL_PROMPT": "0",
     }
     for role in ("AUTHOR", "COMMITTER"):
@@ -67,15 +72,21 @@ class Git:
         self.worktree = worktree
 
     def attempt(
-        self, *arguments: str, stdin: bytes | None = None
+        self, *arguments: str, stdin: bytes | None = None, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[bytes]:
-        """Run ``git arguments`` and return the finished process, whatever its exit status."""
+        """Run ``git arguments`` and return the finished process, whatever its exit status.
+
+        Args:
+            arguments: the command and its arguments.
+            stdin: what it reads.
+            env: variables on top of the hermetic environment.
+        """
         settings = [word for key, value in _SETTINGS.items() for word in ("-c", f"{key}={value}")]
         try:
             return subprocess.run(
                 ["git", *settings, *arguments],
                 cwd=self.worktree,
-                env=_environment(self.worktree.parent),
+                env=_environment(self.worktree.parent) | dict(env or {}),
                 input=stdin,
                 capture_output=True,
                 check=False,
@@ -85,19 +96,32 @@ class Git:
                 "git was not found: install it, or use --engine python-patch"
             ) from error
 
-    def run(self, *arguments: str, stdin: bytes | None = None) -> str:
-        """Run ``git arguments`` and return its output.
+    def run(
+        self, *arguments: str, stdin: bytes | None = None, env: Mapping[str, str] | None = None
+    ) -> str:
+        """Run ``git arguments`` and return its output without white space around it.
 
         Raises:
             BuildError: git failed; the message holds its standard error.
         """
-        done = self.attempt(*arguments, stdin=stdin)
+        done = self.output(*arguments, stdin=stdin, env=env)
+        return done.decode(errors="surrogateescape").strip()
+
+    def output(
+        self, *arguments: str, stdin: bytes | None = None, env: Mapping[str, str] | None = None
+    ) -> bytes:
+        """Run ``git arguments`` and return the bytes it printed.
+
+        Raises:
+            BuildError: git failed; the message holds its standard error.
+        """
+        done = self.attempt(*arguments, stdin=stdin, env=env)
         if done.returncode != 0:
             raise BuildError(
                 f"git {' '.join(arguments)} failed with status {done.returncode}: "
                 f"{done.stderr.decode(errors='replace').strip()}"
             )
-        return done.stdout.decode(errors="surrogateescape").strip()
+        return done.stdout
 
     def init(self) -> None:
         """Make ``worktree`` a repository of its own, whatever repository it lies in."""
@@ -112,9 +136,63 @@ class Git:
         )
         return self.run("rev-parse", "HEAD")
 
+    def commit_tree(
+        self, tree: str, parent: str, message: str, author: Mapping[str, str] | None = None
+    ) -> str:
+        """Make a commit of ``tree`` on ``parent``, move no branch to it, and return its id.
+
+        Args:
+            tree: id of the tree.
+            parent: the commit before it.
+            message: the message, which git takes as it is.
+            author: the variables that tell the author, see git-commit-tree(1).
+        """
+        stdin = message.encode()
+        return self.run("commit-tree", tree, "-p", parent, "-F", "-", stdin=stdin, env=author)
+
     def tree_id(self) -> str:
         """Return the id of the tree in the index."""
         return self.run("write-tree")
+
+    def blob(self, commit: str, path: str) -> bytes | None:
+        """Return the content of a file in a commit, or None if it has no such file."""
+        done = self.attempt("cat-file", "blob", f"{commit}:{path}")
+        return done.stdout if done.returncode == 0 else None
+
+    def files(self, commit: str) -> dict[str, bytes]:
+        """Return the content of every file of a commit by path."""
+        rows = self.output("ls-tree", "-r", "-z", commit).split(b"\0")
+        heads, paths = zip(*(row.split(b"\t", 1) for row in rows if row), strict=True)
+        wanted = b"\n".join(head.split()[2] for head in heads) + b"\n"
+        stream = io.BytesIO(self.output("cat-file", "--batch", stdin=wanted))
+        found = {}
+        for path in paths:
+            size = int(stream.readline().split()[2])
+            found[path.decode(errors="surrogateescape")] = stream.read(size)
+            stream.read(1)
+        return found
+
+
+def user_identity(directory: Path) -> dict[str, str]:
+    """Return the variables of the user's own identity, empty if git knows none.
+
+    Args:
+        directory: where to ask: a repository may have an identity of its own.
+    """
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    found = {}
+    for key in ("name", "email"):
+        done = subprocess.run(
+            ["git", "config", "--get", f"user.{key}"],
+            cwd=directory,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode == 0 and done.stdout.strip():
+            found[f"GIT_AUTHOR_{key.upper()}"] = done.stdout.strip()
+    return found if len(found) == 2 else {}
 
 
 _NETWORK = ("GIT_ASKPASS", "GIT_CONFIG", "GIT_PROXY", "GIT_SSH", "GIT_SSL", "GIT_TERMINAL")

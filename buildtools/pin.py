@@ -1,9 +1,11 @@
-"""Read ``upstream.toml``, the pin, and rewrite its lock."""
+"""Read ``upstream.toml``, the pin, and rewrite values of it."""
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,10 @@ class Lock:
 
 @dataclass(frozen=True)
 class Pin:
-    """What is pinned: one release of upstream, our revision of it, and the resulting trees."""
+    """What is pinned: one release of upstream, our revision of it, and the resulting trees.
+
+    ``releases`` holds the sha256 of the source distribution of other releases, by version.
+    """
 
     name: str
     version: str
@@ -36,6 +41,7 @@ class Pin:
     published_sha256: str
     shipped: tuple[str, ...]
     lock: Lock
+    releases: dict[str, str]
 
     @property
     def label(self) -> str:
@@ -79,19 +85,57 @@ def read_pin(path: Path) -> Pin:
         published_sha256=text("published.sha256"),
         shipped=tuple(_get(document, "shipped.paths", list)),
         lock=Lock(text("lock.pristine"), text("lock.patched"), text("lock.assembled")),
+        releases={str(key): str(value) for key, value in _get(document, "releases", dict).items()},
     )
+
+
+def with_values(text: str, values: Mapping[str, str]) -> str:
+    """Return the text of the pin with other values and every other byte as it was.
+
+    Args:
+        text: the text of ``upstream.toml``.
+        values: ``section.key`` -> the new string.
+
+    Raises:
+        BuildError: a section or key is not there exactly once.
+    """
+    for dotted, value in values.items():
+        section, _, key = dotted.rpartition(".")
+        start, end = _section(text, section)
+        lines = list(re.finditer(rf'^{key} = ".*"$', text[start:end], flags=re.MULTILINE))
+        if len(lines) != 1:
+            raise BuildError(f'upstream.toml: [{section}] needs exactly one line `{key} = "..."`')
+        before, after = text[: start + lines[0].start()], text[start + lines[0].end() :]
+        text = f"{before}{key} = {json.dumps(value)}{after}"
+    return text
+
+
+def with_release(text: str, version: str, sha256: str) -> str:
+    """Return the text of the pin with a release at the end of ``[releases]``, if it lacks it.
+
+    Raises:
+        BuildError: there is no such section.
+    """
+    start, end = _section(text, "releases")
+    if re.search(rf'^"{re.escape(version)}" = ', text[start:end], flags=re.MULTILINE):
+        return text
+    body = text[start:end].rstrip("\n")
+    gap = text[start + len(body) : end]
+    return f'{text[:start]}{body}\n"{version}" = "{sha256}"{gap}{text[end:]}'
+
+
+def _section(text: str, name: str) -> tuple[int, int]:
+    heads = list(re.finditer(rf"^\[{re.escape(name)}\]\n", text, flags=re.MULTILINE))
+    if len(heads) != 1:
+        raise BuildError(f"upstream.toml: expected exactly one line [{name}]")
+    after = re.search(r"^\[", text[heads[0].end() :], flags=re.MULTILINE)
+    return heads[0].end(), heads[0].end() + after.start() if after else len(text)
 
 
 def write_lock(path: Path, lock: Lock) -> None:
     """Rewrite the three values of ``[lock]`` and leave every other byte of the pin alone."""
-    text = path.read_text(encoding="utf-8")
-    head, marker, tail = text.partition("[lock]\n")
-    for key in ("pristine", "patched", "assembled"):
-        tail, count = re.subn(
-            rf'^{key} = ".*"$', f'{key} = "{getattr(lock, key)}"', tail, flags=re.MULTILINE
-        )
-        if not marker or count != 1:
-            raise BuildError(f'{path}: [lock] must hold exactly one line `{key} = "..."`')
+    keys = ("pristine", "patched", "assembled")
+    values = {f"lock.{key}": getattr(lock, key) for key in keys}
     new = path.with_name(f"{path.name}.new")
-    new.write_text(head + marker + tail, encoding="utf-8")
+    new.write_text(with_values(path.read_text(encoding="utf-8"), values), encoding="utf-8")
     new.replace(path)

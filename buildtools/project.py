@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 from buildtools import doctor
 from buildtools.apply import Engine
 from buildtools.console import BuildError, step
-from buildtools.environments import build_environment, sdist_downloader
+from buildtools.environments import build_environment, release_downloader, sdist_downloader
 from buildtools.manifest import make_manifest
 from buildtools.paths import (
     OVERLAY,
     PATCHES,
     REQUIREMENTS,
+    ROOT,
     UPSTREAM_TOML,
     WORK,
     cache_dir,
     scratch_dir,
 )
 from buildtools.pin import Pin, read_pin
+from buildtools.releases import DownloadRelease, Shop
 from buildtools.series import load_patches
 from buildtools.tree import Recipe, assemble
 from buildtools.upstream import Download, Source
@@ -31,6 +34,7 @@ from buildtools.wheel import (
     tool_versions,
     verify_contents,
 )
+from buildtools.workspace import Workspace
 
 
 def downloader(*, offline: bool) -> Download | None:
@@ -40,6 +44,28 @@ def downloader(*, offline: bool) -> Download | None:
         sdist_downloader(build_environment(offline=False))(pin, directory)
 
     return None if offline else download
+
+
+def new_release_downloader(*, offline: bool) -> DownloadRelease | None:
+    """Return how to get a release whose hash is not known, or None without the network."""
+
+    def download(name: str, version: str, directory: Path) -> None:
+        release_downloader(build_environment(offline=False))(name, version, directory)
+
+    return None if offline else download
+
+
+def project_shop(*, offline: bool) -> Shop:
+    """Return where other releases come from."""
+    return Shop(cache_dir(), downloader(offline=offline), new_release_downloader(offline=offline))
+
+
+def project_workspace(*, offline: bool) -> Workspace:
+    """Return this repository as a place of work."""
+    recipe = project_recipe("index", offline=offline)
+    if not recipe.pin.sdist_sha256:
+        recipe = replace(recipe, source=Source("git"))
+    return Workspace(recipe, UPSTREAM_TOML, PATCHES, ROOT, WORK)
 
 
 def project_recipe(source: str, *, offline: bool) -> Recipe:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from email.parser import Parser
 from email.policy import default as email_policy
 from pathlib import Path
 
 from buildtools.console import BuildError
+from buildtools.dropped import DROPPED, Dropped
 from buildtools.patchfile import Patch, parse_patch
 
 BUDGET = 40
@@ -23,10 +24,12 @@ REASONS = {
 }
 TRAILERS = ("Reason", "Upstream-Status", "Drop-When", "Tripwires", "Guard-Test")
 PARAGRAPHS = ("Why a patch:", "When off:")
+PLACEHOLDER = "FILL-IN"
+"""Stands in the header of a new patch wherever its author has something to say."""
 
 _NAME = re.compile(r"^(\d{4})-[a-z0-9-]+\.patch$")
 _STATUS = re.compile(r"^(pending|submitted https://\S+|backport [0-9a-f]{40}|inappropriate \S.*)$")
-_SUBJECT = re.compile(r"^[a-z0-9-]+: [a-z].*[^.]$")
+SUBJECT = re.compile(r"^[a-z0-9-]+: [a-z].*[^.]$")
 _TRAILER = re.compile(r"^([A-Z][A-Za-z-]+): (.*)$")
 
 
@@ -105,7 +108,7 @@ def load_patches(directory: Path) -> list[Patch]:
 
 def _order_problems(names: list[str], directory: Path) -> Iterator[str]:
     present = {path.name for path in directory.iterdir()} - {"series", "README.md"}
-    present -= {"tripwires.toml"}
+    present -= {"tripwires.toml", DROPPED}
     for name in sorted(set(names) - present):
         yield f"{name}: missing: the series lists it, but there is no such file"
     for name in sorted(present - set(names)):
@@ -164,7 +167,7 @@ def lint(patches: list[Patch], root: Path, overlay_paths: Collection[str]) -> li
 
 
 def _header_problems(header: Header, root: Path) -> Iterator[str]:
-    if not _SUBJECT.match(header.subject):
+    if not SUBJECT.match(header.subject):
         yield f"subject {header.subject!r} is not '<area>: <imperative>'"
     for start in PARAGRAPHS:
         if not any(part.startswith(start) for part in header.body.split("\n\n")):
@@ -181,6 +184,12 @@ def _header_problems(header: Header, root: Path) -> Iterator[str]:
             f"Upstream-Status {status!r} is none of: pending, submitted <URL>, backport <SHA>, "
             "inappropriate <why>"
         )
+    for line in [header.subject, *header.body.splitlines()]:
+        if PLACEHOLDER in line:
+            yield f"{PLACEHOLDER} is still in its header: {line.strip()!r}"
+    for key, value in header.trailers.items():
+        if PLACEHOLDER in value:
+            yield f"trailer {key} is still to be filled in: {value!r}"
     guard = header.trailers.get("Guard-Test", "")
     if guard and not _has_test(root, guard):
         yield f"Guard-Test {guard!r} does not exist"
@@ -195,8 +204,8 @@ def _has_test(root: Path, node: str) -> bool:
     return any(isinstance(item, ast.FunctionDef) and item.name == name for item in module.body)
 
 
-def render_readme(patches: list[Patch]) -> str:
-    """Return the text of ``patches/README.md``: the series as a table, and its total size."""
+def render_readme(patches: list[Patch], dropped: Iterable[Dropped] = ()) -> str:
+    """Return the text of ``patches/README.md``: the series, its size, and what was dropped."""
     rows = [
         "<!-- Made by `build.py pin` from the headers of the patches; do not edit. -->",
         "# The series",
@@ -221,4 +230,13 @@ def render_readme(patches: list[Patch]) -> str:
         "lines.",
         "",
     ]
+    gone = [
+        f"| {entry.patch[:4]} | {entry.subject} | {entry.upstream} | "
+        + entry.reason.replace("|", "\\|")
+        + " |"
+        for entry in dropped
+    ]
+    if gone:
+        rows += ["## Dropped", "", "| patch | what | gone since | because |", "|---|---|---|---|"]
+        rows += [*gone, ""]
     return "\n".join(rows)

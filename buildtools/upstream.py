@@ -66,6 +66,12 @@ def cached_sdist(pin: Pin, cache: Path, download: Download | None) -> Path:
         BuildError: it is not cached and may not be downloaded, or has the wrong hash. A file of
             the wrong hash does not stay in the cache.
     """
+    if not pin.sdist_sha256:
+        raise BuildError(
+            f"upstream.toml: [source.index] sha256 is empty: the series was not put on a source "
+            f"distribution of {pin.name} {pin.version}. Use --source git or a path, or fill in the "
+            "hash once it is released"
+        )
     cached = cache / "sdist" / pin.sdist_sha256 / pin.sdist
     if not cached.exists():
         if download is None:

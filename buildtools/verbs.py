@@ -11,11 +11,14 @@ from pathlib import Path
 
 from buildtools import check as checks
 from buildtools import doctor as doctors
+from buildtools import seriesverbs
 from buildtools.apply import ENGINES
 from buildtools.console import BuildError, say, step
+from buildtools.drift import Drift, details, look_at, table, to_json, to_markdown
 from buildtools.environments import (
     build_environment,
     fetch_packages,
+    published_versions,
     require_compiler,
     run_logged,
     test_environment,
@@ -32,9 +35,18 @@ from buildtools.paths import (
     scratch_dir,
 )
 from buildtools.pin import read_pin, write_lock
-from buildtools.project import downloader, fingerprint, make_wheel, project_recipe
+from buildtools.project import (
+    downloader,
+    fingerprint,
+    make_wheel,
+    project_recipe,
+    project_shop,
+    project_workspace,
+)
+from buildtools.report import check_format
 from buildtools.tree import Recipe, assemble
 from buildtools.upstream import cached_sdist
+from buildtools.watch import Watch
 
 
 def _recipe(args: argparse.Namespace) -> Recipe:
@@ -144,17 +156,69 @@ def doctor(args: argparse.Namespace) -> int:
 def check(args: argparse.Namespace) -> int:
     """Check the series, the overlay, the lock and the label."""
     recipe = _recipe(args)
+    if args.tree is not None:
+        return _check_tree(recipe, args)
     checks.check(recipe, ROOT, PATCHES)
     total = sum(patch.changed_lines for patch in recipe.patches)
     say(f"OK: {recipe.pin.label}: {len(recipe.patches)} patches, {total} changed lines")
     return 0
 
 
+def _check_tree(recipe: Recipe, args: argparse.Namespace) -> int:
+    """Check another upstream against the series, the tripwires and the census; 1 if it differs."""
+    drift = _drifts(recipe, [args.tree], offline=args.offline)[0]
+    lines = list(details(drift))
+    say("\n\n".join([*lines, table([drift])]))
+    return 1 if lines else 0
+
+
+def _drifts(recipe: Recipe, targets: list[str], *, offline: bool) -> list[Drift]:
+    watch = Watch(recipe, PATCHES / checks.RECORD)
+    shop = project_shop(offline=offline)
+    with scratch_dir(WORK) as scratch:
+        history = project_workspace(offline=offline).history(scratch / "series")
+        found = []
+        for target in targets:
+            with step(f"look at {target}"):
+                found.append(look_at(target, watch, history, shop, scratch))
+    return found
+
+
+def drift(args: argparse.Namespace) -> int:
+    """Say what other releases would do to the series; 1 if one of them needs work."""
+    if args.report:
+        check_format(Path(args.report))
+    recipe = _recipe(args)
+    targets = args.against or []
+    if args.latest:
+        if args.offline:
+            raise BuildError("--latest asks the package index: leave out --offline")
+        python = build_environment(offline=False)
+        targets = published_versions(python, recipe.pin.name)[:1]
+    found = _drifts(recipe, targets, offline=args.offline)
+    if args.report:
+        path = Path(args.report)
+        path.write_text(to_json(found) if path.suffix == ".json" else to_markdown(found))
+    if args.details:
+        say("\n\n".join(line for each in found for line in details(each)))
+    say(table(found))
+    return 1 if any(each.needs_work for each in found) else 0
+
+
 def pin(args: argparse.Namespace) -> int:
-    """Record the trees the series makes now, and remake the generated files."""
+    """Record the trees the series makes now, remake generated files, accept tripwires."""
+    if args.accept and not (args.because or "").strip():
+        raise BuildError("--accept needs --because TEXT: what you looked at, and why it is fine")
+    if (args.because or args.classed) and not args.accept:
+        raise BuildError("--because and --as say something of --accept NAME, which is missing")
+    if not read_pin(UPSTREAM_TOML).sdist_sha256:
+        args.source = "git"  # rebased onto a commit that is not released; it vouches for the tree
     recipe = _recipe(args)
     checks.lint(recipe, ROOT)
-    generated = checks.generated_files(recipe, PATCHES)
+    watch = Watch(recipe, PATCHES / checks.RECORD, locked=False)
+    with step("tripwires and census"):
+        record, still_open = watch.pinned(args.accept, args.because or "", args.classed or "")
+    generated = {**checks.generated_files(recipe, PATCHES), watch.path: record}
     before = {path: path.read_bytes() if path.exists() else b"" for path in generated}
     try:
         for path, text in generated.items():
@@ -167,11 +231,14 @@ def pin(args: argparse.Namespace) -> int:
         raise
     write_lock(UPSTREAM_TOML, lock)
     say(f"pristine {lock.pristine}\npatched {lock.patched}\nassembled {lock.assembled}")
-    return 0
+    if still_open:
+        say("\n".join(["tripwires still open (`build.py check` shows them):", *still_open]))
+    return 1 if still_open else 0
 
 
 def clean(args: argparse.Namespace) -> int:
     """Remove what the build made; the cache of downloads stays."""
+    seriesverbs.require_nothing_open()
     for directory in (WORK, DIST):
         if directory.exists():
             with step(f"remove {directory}"):
@@ -187,6 +254,13 @@ VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "train-example": train_example,
     "doctor": doctor,
     "check": check,
+    "drift": drift,
     "pin": pin,
+    "edit": seriesverbs.edit,
+    "new": seriesverbs.new,
+    "export": seriesverbs.export,
+    "drop": seriesverbs.drop,
+    "status": seriesverbs.status,
+    "rebase": seriesverbs.rebase,
     "clean": clean,
 }

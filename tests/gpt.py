@@ -202,7 +202,7 @@ def train(
     for iteration in range(run.first_iteration, until):
         _step(iteration, model, optimizer, scheduler, run)
     max_device_nbytes = torch.cuda.max_memory_allocated()
-    _gather_params(model, optimizer, until - run.first_iteration)
+    _gather_params(model, until - run.first_iteration)
     device_nbytes = torch.cuda.memory_allocated()
     if save is not None:
         save_checkpoint(until, model, optimizer, scheduler, 0, checkpointing_context={})
@@ -295,13 +295,11 @@ def _mean_loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tens
     return loss, {"lm loss": loss.detach().clone()}
 
 
-def _gather_params(model: Sequence[Any], optimizer: Any, num_steps: int) -> None:
+def _gather_params(model: Sequence[Any], num_steps: int) -> None:
     """With overlapped param gather the model is behind its mains until the next forward."""
     from megatron.training import get_args
-    from megatron.training.training import (
-        disable_forward_pre_hook,
-        should_disable_forward_pre_hook,
-    )
+    from megatron.training.training import should_disable_forward_pre_hook
 
     if num_steps > 0 and should_disable_forward_pre_hook(get_args()):
-        disable_forward_pre_hook(model, optimizer=optimizer)
+        for chunk in model:
+            chunk.disable_forward_pre_hook()

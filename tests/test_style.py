@@ -13,13 +13,15 @@ from buildtools.paths import ROOT
 BUILDTOOLS = [
     {"console"},
     {"paths", "interpreter"},
-    {"objects"},
-    {"archive", "git", "patchfile", "pin", "series"},
-    {"apply", "overlay", "upstream", "history"},
-    {"tree"},
-    {"environments", "manifest", "notice"},
-    {"check", "doctor", "wheel"},
+    {"objects", "transaction"},
+    {"archive", "git", "patchfile", "pin", "dropped", "series", "record", "report"},
+    {"apply", "overlay", "upstream", "history", "replay", "symbols", "statements"},
+    {"tree", "releases", "edition", "upstreamdiff", "carry"},
+    {"environments", "manifest", "notice", "workspace", "edittree", "leans", "census"},
+    {"authoring", "rebasestate", "rebaseend", "rebase", "evidence", "tripwires", "watch"},
+    {"check", "doctor", "drift", "status", "wheel"},
     {"project"},
+    {"seriesverbs"},
     {"verbs"},
 ]
 """Modules of buildtools by rank: each imports from its own rank or those before it."""

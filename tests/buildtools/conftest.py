@@ -9,7 +9,8 @@ import pytest
 from buildtools.apply import GitEngine
 from buildtools.environments import build_environment
 from buildtools.project import make_wheel, project_recipe
-from tests.buildtools.toy import Toy, make_toy
+from tests.buildtools.author import Author
+from tests.buildtools.toy import Toy, make_toy, write_files
 
 
 @pytest.fixture
@@ -29,3 +30,17 @@ def wheel(build_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of this repository, built here and now."""
     recipe = project_recipe("index", offline=False)
     return make_wheel(recipe, GitEngine(), build_python, tmp_path_factory.mktemp("wheel"))[0]
+
+
+@pytest.fixture
+def author(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Author:
+    """An author with a configuration of their own and the series open."""
+    home = write_files(
+        tmp_path / "home",
+        {".gitconfig": "[user]\nname = Zoë Q\nemail = zoe@example.org\n[core]\nautocrlf = true\n"},
+    )
+    monkeypatch.setenv("HOME", str(home))
+    write_files(toy.root, {"tests/test_toy.py": "def test_toy():\n    pass\n"})
+    one = Author(toy)
+    one.open()
+    return one

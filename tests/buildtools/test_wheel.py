@@ -59,6 +59,10 @@ def test_two_builds_are_byte_identical(
 
 def _published(pin: Pin, python: Path) -> Path:
     """Return upstream's own wheel, from the cache or the package index."""
+    assert pin.published_sha256, (
+        f"upstream.toml: [published] sha256 is empty: nobody has said which wheel upstream "
+        f"published as {pin.name} {pin.version}; fill its hash in (a rebase leaves it empty)"
+    )
     cached = cache_dir() / "published" / pin.published_sha256
     if not list(cached.glob("*.whl")):
         with scratch_dir(cached.parent) as scratch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,10 +12,11 @@ from buildtools.apply import ENGINES, Engine
 from buildtools.archive import sha256_of
 from buildtools.git import Git
 from buildtools.objects import entries_below, tree_id
-from buildtools.pin import Lock, Pin
+from buildtools.pin import Lock, Pin, read_pin
 from buildtools.series import file_name, load_patches
 from buildtools.tree import Recipe, assemble
 from buildtools.upstream import Download, Source
+from buildtools.workspace import Workspace
 
 MODEL = "megatron/core/model.py"
 OPTIMIZER = "megatron/core/optimizer.py"
@@ -115,6 +116,38 @@ class Toy:
         make: Callable[[], Engine] = ENGINES[engine]
         return assemble(self.recipe(**kwargs), make(), self.tree)  # type: ignore[arg-type]
 
+    @property
+    def pin_file(self) -> Path:
+        return self.root / "upstream.toml"
+
+    def write_pin(self) -> None:
+        """Write the pin into a file, as the project has it."""
+        pin = self.pin
+        rows = "".join(f'"{version}" = "{sha}"\n' for version, sha in pin.releases.items())
+        paths = ", ".join(f'"{path}"' for path in pin.shipped)
+        self.pin_file.write_text(
+            f'# a toy\n[upstream]\nname = "{pin.name}"\nversion = "{pin.version}"\n\n'
+            f"[release]\nrevision = {pin.revision}\nepoch = {pin.epoch}\n\n"
+            f'[source.index]\nfilename = "{pin.sdist}"\nsha256 = "{pin.sdist_sha256}"\n\n'
+            f'[source.git]\nurl = "{pin.git_url}"\nref = "{pin.git_ref}"\n'
+            f'commit = "{pin.git_commit}"\n\n[published]\nsha256 = "{pin.published_sha256}"\n\n'
+            f"[releases]\n# known\n{rows}\n[shipped]\npaths = [{paths}]\n\n"
+            f'[lock]\npristine = "{pin.lock.pristine}"\npatched = "{pin.lock.patched}"\n'
+            f'assembled = "{pin.lock.assembled}"\n'
+        )
+
+    def workspace(self) -> Workspace:
+        """Return the toy as a place of work, as it is on disk now."""
+        if not self.pin_file.exists():
+            self.write_pin()
+        recipe = replace(self.recipe(), pin=read_pin(self.pin_file))
+        return Workspace(recipe, self.pin_file, self.patches, self.root, self.root / "work")
+
+    def contents(self) -> dict[str, bytes]:
+        """Return every byte that a verb may change in the toy's repository."""
+        files = [*self.patches.rglob("*"), *self.overlay.rglob("*"), self.pin_file]
+        return {str(path): path.read_bytes() for path in files if path.is_file()}
+
     def patch_path(self, number: int) -> Path:
         """Return the path of the patch with this number."""
         return next(self.patches.glob(f"{number:04d}-*.patch"))
@@ -127,18 +160,25 @@ class Toy:
         path.write_text(text.replace(old, new, 1))
 
 
-def make_toy(root: Path) -> Toy:
+EDITS = [
+    ("info: label the build", PACKAGE_INFO, "PATCH)))\n", "PATCH))) + '+nvme.1'\n"),
+    ("model: change an early line", MODEL, "line_5 = 5\n", "line_5 = 55\n"),
+    ("model: change a late line", MODEL, "line_30 = 30\n", "line_30 = 30\nadded = True\n"),
+]
+"""Subject, file, what is there and what takes its place."""
+
+
+def make_toy(
+    root: Path,
+    files: Mapping[str, str] = FILES,
+    edits: Sequence[tuple[str, str, str, str]] = EDITS,
+) -> Toy:
     """Make the toy project: three patches (two of them of one file) and one overlay file."""
-    work = write_files(root / "author", FILES)
+    work = write_files(root / "author", dict(files))
     git = Git(work)
     git.init()
     git.commit_all("pristine")
-    pristine = tree_id(entries_below(root / "author", FILES))
-    edits = [
-        ("info: label the build", PACKAGE_INFO, "PATCH)))\n", "PATCH))) + '+nvme.1'\n"),
-        ("model: change an early line", MODEL, "line_5 = 5\n", "line_5 = 55\n"),
-        ("model: change a late line", MODEL, "line_30 = 30\n", "line_30 = 30\nadded = True\n"),
-    ]
+    pristine = tree_id(entries_below(root / "author", files))
     patches = root / "patches"
     patches.mkdir()
     names = []
@@ -147,17 +187,19 @@ def make_toy(root: Path) -> Toy:
         (work / path).write_text(text.replace(old, new))
         git.commit_all(MESSAGE.format(subject=subject, path=path))
         names.append(file_name(number, subject))
-        patch = git.run(
+        patch = git.output(
             "format-patch", "-1", "--stdout", "--zero-commit", "--no-signature", "--no-stat",
             "--full-index", "--keep-subject",
         )  # fmt: skip
-        (patches / names[-1]).write_text(patch + "\n")
+        (patches / names[-1]).write_bytes(patch)
     (patches / "series").write_text("# toy\n" + "".join(f"{name}\n" for name in names))
-    patched = tree_id(entries_below(work, FILES))
+    patched = tree_id(entries_below(work, files))
     write_files(root / "overlay", {"megatron/core/extra/store.py": "x = 1\n"})
     write_files(work, {"megatron/core/extra/store.py": "x = 1\n"})
-    assembled = tree_id(entries_below(work, [*FILES, "megatron/core/extra/store.py"]))
-    sdist = write_archive(root / "index" / "toy-1.2.3.tar.gz", sdist_members(FILES | NOT_SHIPPED))
+    assembled = tree_id(entries_below(work, [*files, "megatron/core/extra/store.py"]))
+    sdist = write_archive(
+        root / "index" / "toy-1.2.3.tar.gz", sdist_members({**files, **NOT_SHIPPED})
+    )
     pin = Pin(
         name="toy",
         version="1.2.3",
@@ -171,5 +213,6 @@ def make_toy(root: Path) -> Toy:
         published_sha256="",
         shipped=("pyproject.toml", "megatron/core/**/*.py", "megatron/training/**/*.py"),
         lock=Lock(pristine, patched, assembled),
+        releases={},
     )
     return Toy(root, pin)

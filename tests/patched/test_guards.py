@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from buildtools.environments import build_environment
 from buildtools.history import History
 from buildtools.overlay import lay_over
-from buildtools.paths import PATCHES, ROOT
+from buildtools.paths import PATCHES
 from buildtools.project import project_recipe
 from buildtools.series import load_patches, parse_header, read_series
 from buildtools.upstream import fetch
-from buildtools.wheel import build_wheel
+from tests.megatron_site import Session, make_site, run_pytest
 
 # Patches that cannot be reverted without later ones, which are reverted with them.
 DEPENDENTS = {
@@ -34,35 +30,14 @@ class Outcome:
     detail: str
 
 
-def run_pytest(
-    node: str, scratch: Path, *options: str, cwd: Path, site: Path | None = None
-) -> Outcome:
-    """Run one test in a process of its own, from the directory its node id starts in.
-
-    The Megatron in ``site`` comes before the installed one, also for the ranks of the test.
-    """
-    report = scratch / "report.xml"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", node, f"--junitxml={report}", *options],
-        cwd=cwd,
-        env=os.environ | ({"PYTHONPATH": str(site)} if site else {}),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if not report.exists():
-        return Outcome("other", done.stdout[-3000:] + done.stderr[-3000:])
-    return judge(ElementTree.parse(report).getroot(), node)
-
-
-def judge(report: ElementTree.Element, node: str) -> Outcome:
+def judge(session: Session, node: str) -> Outcome:
     """Tell a failed assertion in the test's own file from every other way not to pass.
 
     Of a test with parameters every case has to fail by its assertion.
     """
-    outcomes = [_judge_case(case, node) for case in report.iter("testcase")]
+    outcomes = [_judge_case(case, node) for case in session.cases]
     worst = [outcome for outcome in outcomes if outcome.kind != "assertion"] + outcomes
-    return worst[0] if worst else Outcome("other", "no test was run")
+    return worst[0] if worst else Outcome("other", f"no test was run: {session.output}")
 
 
 def _judge_case(case: ElementTree.Element, node: str) -> Outcome:
@@ -96,14 +71,10 @@ def test_the_guard_fails_without_its_patch(name: str, history: History, tmp_path
     tree = tmp_path / "tree"
     history.git.run("checkout-index", "--all", f"--prefix={tree}/")
     lay_over(recipe.overlay, tree)
-    python = build_environment(offline=False)
-    wheel = build_wheel(tree, tmp_path / "wheel", python, recipe.pin.epoch)
-    site = tmp_path / "site"
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    subprocess.run([*pip, "--no-index", "--no-deps", "--target", str(site), str(wheel)], check=True)
+    site = make_site(tree, tmp_path, recipe.pin.epoch)
 
     guard = parse_header(patch.message).trailers["Guard-Test"]
-    outcome = run_pytest(guard, tmp_path, "--megatron-site", str(site), cwd=ROOT, site=site)
+    outcome = judge(run_pytest([guard], tmp_path, site=site), guard)
 
     ends = "passes" if outcome.kind == "passed" else "ends otherwise than by its assertion"
     assert outcome.kind == "assertion", f"{guard} {ends} without {name}: {outcome.detail}"
@@ -115,7 +86,8 @@ def test_a_guard_that_fails_by_an_import_error_is_no_proof(tmp_path: Path) -> No
     def outcome(body: str) -> str:
         fixture = "import pytest\n\n@pytest.fixture\ndef broken():\n    assert False\n\n"
         (tmp_path / "test_guard.py").write_text(fixture + body)
-        return run_pytest("test_guard.py::test_guard", tmp_path, cwd=tmp_path).kind
+        node = "test_guard.py::test_guard"
+        return judge(run_pytest([node], tmp_path, cwd=tmp_path), node).kind
 
     assert outcome("def test_guard():\n    assert 1 == 2\n") == "assertion"
     assert outcome("def test_guard():\n    assert 1 == 1\n") == "passed"

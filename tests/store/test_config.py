@@ -19,11 +19,20 @@ SOUND: dict[str, Any] = {
     "optimizer": "adam",
     "bf16": True,
     "fp16": False,
+    **{name: False for name, _, _ in config._REFUSED},
 }
 
 
 def _config(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**(SOUND | changes))
+
+
+def test_a_field_that_upstream_renamed_is_not_passed_over() -> None:
+    renamed = _config()
+    del renamed.optimizer_cpu_offload
+
+    with pytest.raises(AttributeError, match="optimizer_cpu_offload"):
+        config.validate_optimizer_config(renamed)
 
 
 def test_a_sound_configuration_passes_and_a_stock_one_is_not_looked_at() -> None:

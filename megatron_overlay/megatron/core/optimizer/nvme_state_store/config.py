@@ -52,6 +52,12 @@ def store_config(config: Any) -> StoreConfig:
 
 
 # Field of OptimizerConfig, value it must not have, why, and what to do instead.
+# Tripwire: ../optimizer_config.py::OptimizerConfig.use_precision_aware_optimizer
+# Tripwire: ../optimizer_config.py::OptimizerConfig.optimizer_cpu_offload
+# Tripwire: ../optimizer_config.py::OptimizerConfig.optimizer_cuda_graph
+# Tripwire: ../optimizer_config.py::OptimizerConfig.reuse_grad_buf_for_mxfp8_param_ag
+# Tripwire: ../optimizer_config.py::OptimizerConfig.overlap_param_gather_with_optimizer_step
+# Tripwire: ../optimizer_config.py::OptimizerConfig.use_layer_wise_distributed_optimizer
 _REFUSED: tuple[tuple[str, str, str], ...] = (
     (
         "use_precision_aware_optimizer",
@@ -118,5 +124,5 @@ def validate_optimizer_config(config: Any) -> None:
             "--bf16 or --fp16"
         )
     for name, reason, cure in _REFUSED:
-        if getattr(config, name, False):
+        if getattr(config, name):
             raise ValueError(f"{_ON} cannot be used with {name}: {reason}; {cure}")

@@ -144,6 +144,10 @@ class StreamedDistributedOptimizer(DistributedOptimizer):
 
         The buffer is looked up at every call: DDP may have offloaded and restored it.
         """
+        # Tripwire: ../distrib_optimizer.py::DistributedOptimizer._build_model_gbuf_param_range_map
+        # Tripwire: ../distrib_optimizer.py::DistributedOptimizer._build_model_param_gbuf_map
+        # Tripwire: ../../distributed/param_and_grad_buffer.py::_ParamAndGradBuffer.buckets
+        # Tripwire: ../../distributed/param_and_grad_buffer.py::_ParamAndGradBucket.param_data
         owned = self._get_model_param_range_map(param)["gbuf_world_in_bucket"]
         buffer, _, bucket = self.model_param_gbuf_map[param]
 
@@ -248,7 +252,6 @@ class StreamedDistributedOptimizer(DistributedOptimizer):
     load_parameter_state = _refuse("load_parameter_state")
     get_parameter_state_dp_zero = _refuse("get_parameter_state_dp_zero")
     get_parameter_state_dp_reshardable = _refuse("get_parameter_state_dp_reshardable")
-    get_parameter_state_fs_bucket_space = _refuse("get_parameter_state_fs_bucket_space")
     load_parameter_state_from_dp_zero = _refuse("load_parameter_state_from_dp_zero")
     load_parameter_state_from_dp_reshardable = _refuse("load_parameter_state_from_dp_reshardable")
     load_parameter_state_from_fs_model_space = _refuse("load_parameter_state_from_fs_model_space")
