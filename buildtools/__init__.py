@@ -1,7 +1,6 @@
-"""Sources into a wheel: what ``build.py`` is made of.
+"""Sources into a wheel, and the series from one Megatron to the next: what ``build.py`` is made of.
 
-Modules import downwards only: ``verbs`` > ``check`` ``doctor`` ``wheel`` > ``manifest``
-``notice`` > ``tree`` > ``apply`` ``overlay`` ``upstream`` > ``series`` ``patchfile`` ``archive``
-``git`` ``pin`` > ``objects`` ``paths`` ``console``. Only the standard library is used, so that a
-verified tree can be assembled on any host that has Python 3.12.
+Imports go one way; ``tests/test_style.py`` holds the ranks and ``docs/ARCHITECTURE.md`` says what
+each module is for. Only the standard library is used, so that a verified tree can be assembled on
+any host that has Python 3.12.
 """

@@ -88,8 +88,18 @@ class Move:
                 attention += self._placement(old, was, new, now)
                 if not parses(new.path, self.git.blob(picked, new.path) or b""):
                     attention.append(f"{new.path} is no valid Python any more")
+        if after and by_hand and _hunk_count(after) < _hunk_count(patch):
+            attention.append(
+                f"the resolution has {_hunk_count(after)} of {_hunk_count(patch)} hunks"
+            )
         if after and not by_hand:
             attention += _missing(patch, after)
+            attention += [
+                f"{new.path}: upstream has this line now, too: {line.decode(errors='replace')}"
+                for old, new in pairs
+                if new
+                for line in self.upstream.has_added(old.path, _added(new))
+            ]
         if after is None:
             fate = EMPTY
         elif by_hand:
@@ -207,6 +217,10 @@ def _hunks(patch: Patch) -> object:
     return [(change.path, change.hunks) for change in patch.changes]
 
 
+def _hunk_count(patch: Patch) -> int:
+    return sum(len(change.hunks) for change in patch.changes)
+
+
 def _missing(patch: Patch, after: Patch) -> list[str]:
     """Return what a clean merge has left out: upstream has it, or something like it."""
     before, now = _lines(patch), _lines(after)
@@ -219,6 +233,12 @@ def _missing(patch: Patch, after: Patch) -> list[str]:
         f"the merge has added {sign}{line.decode(errors='replace').rstrip()}"
         for (sign, line) in now - before
         if line.strip()
+    ]
+
+
+def _added(change: FileChange) -> list[bytes]:
+    return [
+        line for hunk in change.hunks for line in (Counter(hunk.new) - Counter(hunk.old)).elements()
     ]
 
 

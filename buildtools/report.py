@@ -145,7 +145,7 @@ class Report:
         for title, lines in self._sections():
             yield ""
             yield f"{title}:"
-            yield from (f"  {line}" for line in lines)
+            yield from (f"  {row}" for line in lines for row in line.splitlines())
 
     def to_markdown(self) -> str:
         """Return the report as a page."""
@@ -160,7 +160,11 @@ class Report:
             rows.append(f"| {patch.name} | {patch.fate} | {detail} |")
         rows += ["", *(f"* {fate}: {FATES[fate]}" for fate in self.counts)]
         for title, lines in self._sections():
-            rows += ["", f"## {title}", "", *(f"* {line}" for line in lines)]
+            rows += ["", f"## {title}", ""]
+            for line in lines:
+                first, *others = line.splitlines()
+                rows.append(f"* {first}")
+                rows += ["  ````text", *(f"  {row}" for row in others), "  ````"] if others else []
         changed = self._changed()
         rows += ["", "## What upstream did to what the patches change", ""]
         rows += [] if changed else ["Nothing."]

@@ -96,7 +96,8 @@ def _write_journal(journal: Path, changes: Mapping[Path, bytes | None]) -> None:
 
 def _undo(before: Mapping[Path, bytes | None]) -> None:
     for path, content in before.items():
-        _arriving(path).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what could not be written is not there
+            _arriving(path).unlink()
         if content != (path.read_bytes() if path.exists() else None):
             _apply({path: content})
 

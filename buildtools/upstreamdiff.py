@@ -5,13 +5,15 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from buildtools.patchfile import FileChange, Hunk
 from buildtools.report import SymbolReport
 from buildtools.symbols import Module, Sources, enclosing_symbols, extent, symbol_source, twins
 
+_TELLING = 12
+"""Length from which on a line says something: `else:` is everywhere."""
 _SECTION = re.compile(r"^\[.*\]\s*$")
 
 
@@ -129,6 +131,13 @@ class Upstream:
                     if each.rpartition(".")[2].encode() == name and f"{other}::{each}" != path
                 ]
         return sorted(found)
+
+    def has_added(self, path: str, lines: Iterable[bytes]) -> list[bytes]:
+        """Return which of ``lines`` upstream has in a file where it did not have them before."""
+        known = {line.strip() for line in self._old.get(path, b"").split(b"\n")}
+        now = {line.strip() for line in self._new.get(self.path_now(path), b"").split(b"\n")}
+        wanted = dict.fromkeys(line.strip() for line in lines)
+        return [line for line in wanted if len(line) >= _TELLING and line in now - known]
 
     def copies(self, path: str, qualname: str) -> list[str]:
         """Return where upstream has put a copy of a function that it did not have before."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from buildtools.check import canonical
 from buildtools.console import BuildError
 from buildtools.git import Git
 from buildtools.history import History, export, parse_mail
@@ -107,6 +108,8 @@ def test_a_patch_in_another_form_is_named(toy: Toy, tmp_path: Path, old: str, ne
     history = History(_pristine(tmp_path), load_patches(toy.patches))
 
     assert history.non_canonical() == ["0002-model-change-an-early-line.patch"]
+    with pytest.raises(BuildError, match=r"not what `build\.py export` writes: 0002-model-change"):
+        canonical(toy.recipe())
 
 
 def test_an_offset_that_git_would_accept_is_refused(toy: Toy, tmp_path: Path) -> None:

@@ -254,6 +254,16 @@ def test_a_fix_of_which_upstream_has_a_part_is_loud(tmp_path: Path) -> None:
     )
 
 
+def test_the_same_fix_at_another_place_is_loud(tmp_path: Path) -> None:
+    before = "".join(f"line_{n} = {n}\n" for n in range(40))
+    after = before.replace("line_30 = 30\n", "line_30 = 30\nguard = check_everything()\n")
+
+    edit = ("line_5 = 5\n", "line_5 = 5\nguard = check_everything()\n")
+    found = _loud(tmp_path, before, after, edit)
+
+    assert found == [f"{MODEL}: upstream has this line now, too: guard = check_everything()"]
+
+
 def test_a_file_that_moved_with_a_change_at_module_level_is_loud(tmp_path: Path) -> None:
     edits = [("model: change a line", MODEL, "line_5 = 5\n", "line_5 = 55\n")]
 

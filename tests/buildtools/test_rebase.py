@@ -485,6 +485,36 @@ def test_a_killed_rebase_goes_on_where_it_was(
     assert not mover.toy.workspace().rebase.exists()
 
 
+@pytest.mark.parametrize("after", [False, True])
+def test_a_conflict_that_nobody_has_been_told_of_comes_again(
+    mover: Mover, monkeypatch: pytest.MonkeyPatch, after: bool
+) -> None:
+    with monkeypatch.context() as patch:
+        _kill(patch, rebases, "pick", 2, after=after)
+        with pytest.raises(Killed):
+            mover.begin(CONFLICTING)
+
+    stopped = mover.go_on()
+
+    assert isinstance(stopped, Stopped)
+    assert (stopped.patch.name, len(stopped.sides)) == (EARLY, 1)
+
+
+@pytest.mark.parametrize(("at", "after"), [(1, False), (1, True), (2, False), (2, True)])
+def test_a_resolution_survives(
+    mover: Mover, monkeypatch: pytest.MonkeyPatch, at: int, after: bool
+) -> None:
+    mover.begin(CONFLICTING)
+    mover.resolve()
+    with monkeypatch.context() as patch:
+        _kill(patch, rebases, "save", at, after=after)
+        with pytest.raises(Killed):
+            mover.go_on()
+
+    assert _fates(mover.go_on()) == [UNCHANGED, ADAPTED, UNCHANGED]
+    assert "+line_5 = 65" in mover.toy.patch_path(2).read_text()
+
+
 @pytest.mark.parametrize("reached", range(1, 6))
 def test_half_a_write_is_finished_by_the_next_verb(
     mover: Mover, monkeypatch: pytest.MonkeyPatch, reached: int
