@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
@@ -100,7 +101,7 @@ class Module:
         found: dict[str, list[Definition]] = {}
 
         def visit(node: ast.AST, prefix: str) -> None:
-            for child in ast.iter_child_nodes(node):
+            for child in (each for name in BODIES for each in getattr(node, name, None) or []):
                 if isinstance(child, Definition):
                     qualname = f"{prefix}{child.name}"
                     found.setdefault(qualname, []).append(child)
@@ -284,9 +285,14 @@ class Sources(Mapping[str, bytes]):
     def moved(self, symbol: str) -> list[str]:
         """Return where else the tree has a definition of this qualname."""
         path, qualname = split_symbol(symbol)
+        if not qualname:
+            return []
+        name = qualname.rpartition(".")[2]
+        defines = re.compile(rb"\b(?:def|class) " + re.escape(name.encode()) + rb"\b")
         found = []
-        for other in self:
-            module = self.module(other) if other != path and qualname else None
+        for other, content in self.items():
+            is_one = other != path and defines.search(content)
+            module = self.module(other) if is_one else None
             if module is not None and qualname in module.definitions:
                 found.append(f"{other}::{qualname}")
         return sorted(found)
