@@ -88,12 +88,13 @@ class Move:
                 attention += self._placement(old, was, new, now)
                 if not parses(new.path, self.git.blob(picked, new.path) or b""):
                     attention.append(f"{new.path} is no valid Python any more")
-        if after and by_hand and _hunk_count(after) < _hunk_count(patch):
-            attention.append(
-                f"the resolution has {_hunk_count(after)} of {_hunk_count(patch)} hunks"
-            )
+        if after and by_hand:
+            # Lines that the patch takes out are upstream's: those may have changed.
+            lost = [line for line in _missing(patch, after) if line.startswith("left out +")]
+            attention += [f"the resolution {line}" for line in lost]
         if after and not by_hand:
-            attention += _missing(patch, after)
+            attention += [f"the merge {line}" for line in _missing(patch, after)]
+            attention += [f"the merge {line}" for line in _added_by_merge(patch, after)]
             attention += [
                 f"{new.path}: upstream has this line now, too: {line.decode(errors='replace')}"
                 for old, new in pairs
@@ -217,21 +218,20 @@ def _hunks(patch: Patch) -> object:
     return [(change.path, change.hunks) for change in patch.changes]
 
 
-def _hunk_count(patch: Patch) -> int:
-    return sum(len(change.hunks) for change in patch.changes)
-
-
 def _missing(patch: Patch, after: Patch) -> list[str]:
-    """Return what a clean merge has left out: upstream has it, or something like it."""
-    before, now = _lines(patch), _lines(after)
+    """Return what a merge has left out because upstream has it, or what a resolution has lost."""
     return [
-        f"the merge left out {sign}{line.decode(errors='replace').rstrip()}"
-        for (sign, line), count in (before - now).items()
+        f"left out {sign}{line.decode(errors='replace').rstrip()}"
+        for (sign, line), count in (_lines(patch) - _lines(after)).items()
         for _ in range(count)
         if line.strip()
-    ] + [
-        f"the merge has added {sign}{line.decode(errors='replace').rstrip()}"
-        for (sign, line) in now - before
+    ]
+
+
+def _added_by_merge(patch: Patch, after: Patch) -> list[str]:
+    return [
+        f"has added {sign}{line.decode(errors='replace').rstrip()}"
+        for (sign, line) in _lines(after) - _lines(patch)
         if line.strip()
     ]
 

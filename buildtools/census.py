@@ -12,7 +12,6 @@ long function may change freely.
 from __future__ import annotations
 
 import ast
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,50 +19,7 @@ from dataclasses import dataclass
 from buildtools.console import BuildError
 from buildtools.statements import Statement, statements
 from buildtools.symbols import Definition, Function, Module, Sources, bound_names
-
-ATTRIBUTES = frozenset(
-    {
-        "main_param",
-        "main_param_sharded",
-        "main_params",
-        "model_fp32_groups",
-        "model_float16_groups",
-        "shard_float16_groups",
-        "shard_fp32_groups",
-        "shard_fp32_from_float16_groups",
-        "float16_groups",
-        "fp32_from_float16_groups",
-        "fp32_from_fp32_groups",
-        "param_groups",
-        "exp_avg",
-        "exp_avg_sq",
-        "momentum_buffer",
-        "optimizer_state_keys",
-    }
-)
-"""Attributes, variables and keys of dicts that lead to such tensors."""
-
-KEYS = ATTRIBUTES | {"params", "fp32_from_fp16_params", "fp32_from_fp16"}
-STATE_OWNERS = ("optimizer", "sub_optimizer", "base_optimizer", "cpu_optimizer", "gpu_optimizer")
-CALLS = frozenset(
-    {
-        "get_parameters",
-        "_get_main_param_and_optimizer_states",
-        "_set_main_param_and_optimizer_states",
-    }
-)
-"""Methods that hand such tensors out or fill them."""
-
-_WORDS = re.compile(
-    "|".join(
-        [
-            rf"\b(?:{'|'.join(sorted(ATTRIBUTES | CALLS))})\b",
-            rf"(?:{'|'.join(STATE_OWNERS)})\.state\b",
-            rf"['\"](?:{'|'.join(sorted(KEYS))})['\"]",
-        ]
-    ).encode()
-)
-"""What a file without readers does not hold: it need not be parsed."""
+from buildtools.tokens import WORDS, token
 
 _EXITS = (ast.Return, ast.Raise, ast.Continue, ast.Break, ast.Assert)
 _COLLECT = frozenset({"append", "extend", "add", "update", "insert", "setdefault"})
@@ -76,12 +32,14 @@ class Reader:
     Attributes:
         symbol: ``path::qualname``; nested functions count as part of the outermost one.
         touches: what it names, sorted.
+        signature: decorators, names of arguments and defaults.
         statements: the slice of it that matters, in order.
         line: where it starts to touch them.
     """
 
     symbol: str
     touches: tuple[str, ...]
+    signature: tuple[str, ...]
     statements: tuple[Statement, ...]
     line: int
 
@@ -94,7 +52,7 @@ def readers(sources: Sources) -> dict[str, Reader]:
     """
     found = {}
     for path in sources:
-        if not path.endswith(".py") or not _WORDS.search(sources[path]):
+        if not path.endswith(".py") or not WORDS.search(sources[path]):
             continue
         module = sources.module(path)
         if module is None:
@@ -108,18 +66,24 @@ def readers(sources: Sources) -> dict[str, Reader]:
 
 
 def _of_module(path: str, module: Module) -> Iterator[Reader]:
+    is_optimizer = "/optimizer/" in path
     for qualname, nodes in _units(module):
         touched: set[str] = set()
         lines = []
         for node in nodes:
             for part in _own_walk(node):
-                token = _token(part)
-                if token:
-                    touched.add(token)
+                named = token(part, is_optimizer)
+                if named:
+                    touched.add(named)
                     lines.append(part.lineno)  # type: ignore[attr-defined]
         if touched:
-            slices = tuple(each for node in nodes for each in _slice(node))
-            yield Reader(f"{path}::{qualname}", tuple(sorted(touched)), slices, min(lines))
+            yield Reader(
+                f"{path}::{qualname}",
+                tuple(sorted(touched)),
+                tuple(text for node in nodes for text in _signature(node)),
+                tuple(each for node in nodes for each in _slice(node, is_optimizer)),
+                min(lines),
+            )
 
 
 def _units(module: Module) -> Iterator[tuple[str, list[ast.AST]]]:
@@ -151,58 +115,72 @@ def _own_walk(unit: ast.AST) -> Iterator[ast.AST]:
             yield from _own_walk(child)
 
 
-def _token(node: ast.AST) -> str | None:
-    """Return what a node names of main params or optimizer state, or None."""
-    if isinstance(node, ast.Attribute):
-        if node.attr in ATTRIBUTES:
-            return node.attr
-        if node.attr == "state" and _is_optimizer(node.value):
-            return "optimizer.state"
-        if node.attr in CALLS:
-            return f"{node.attr}()"
-    if isinstance(node, ast.Name) and node.id in ATTRIBUTES:
-        return node.id
-    if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in KEYS:
-        return f"'{node.value}'"
-    return None
+def _signature(unit: ast.AST) -> list[str]:
+    """Return what of a definition's head decides how it is called, annotations apart."""
+    if not isinstance(unit, Definition):
+        return []
+    parts = [ast.dump(each) for each in unit.decorator_list]
+    if isinstance(unit, Function):
+        arguments = [part.arg for part in ast.walk(unit.args) if isinstance(part, ast.arg)]
+        defaults = [*unit.args.defaults, *(each for each in unit.args.kw_defaults if each)]
+        parts += [*arguments, *map(ast.dump, defaults)]
+    return parts
 
 
-def _is_optimizer(node: ast.AST) -> bool:
-    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-    return name in STATE_OWNERS
-
-
-def _slice(unit: ast.AST) -> Iterator[Statement]:
+def _slice(unit: ast.AST, is_optimizer: bool) -> Iterator[Statement]:
     """Yield the statements of a unit that handle the tensors, and those that leave it early."""
     every = list(statements(unit, into_definitions=isinstance(unit, Function)))
+    nested = [
+        node
+        for node in (ast.walk(unit) if isinstance(unit, Function) else ())
+        if isinstance(node, Function) and node is not unit
+    ]
     tainted: set[str] = set()
     while True:
         before = len(tainted)
         for statement in every:
-            if _is_tainted(statement, tainted):
+            if _is_tainted(statement, tainted, is_optimizer):
                 tainted |= _targets(statement.node)
+                # A function inside it gets the tensors from whoever names it, and hands them back.
+                named = {part.id for part in statement.expressions() if isinstance(part, ast.Name)}
+                for function in nested:
+                    if function.name in named:
+                        tainted |= {
+                            a.arg for a in ast.walk(function.args) if isinstance(a, ast.arg)
+                        }
+        for function in nested:
+            inside = statements(function)
+            if any(_is_tainted(statement, tainted, is_optimizer) for statement in inside):
+                tainted.add(function.name)
+        tainted -= {"self", "cls"}
         if len(tainted) == before:
             break
     for statement in every:
-        if isinstance(statement.node, _EXITS) or _is_tainted(statement, tainted):
+        if isinstance(statement.node, _EXITS) or _is_tainted(statement, tainted, is_optimizer):
             yield statement
 
 
-def _is_tainted(statement: Statement, tainted: set[str]) -> bool:
-    return any(
-        _token(part) or (isinstance(part, ast.Name) and part.id in tainted)
-        for part in statement.expressions()
-    )
+def _is_tainted(statement: Statement, tainted: set[str], is_optimizer: bool) -> bool:
+    for part in statement.expressions():
+        if token(part, is_optimizer):
+            return True
+        if isinstance(part, ast.Name) and part.id in tainted:
+            return True
+        if isinstance(part, ast.Attribute) and ast.unparse(part) in tainted:
+            return True
+    return False
 
 
 def _targets(node: ast.AST) -> set[str]:
-    """Return the local names that a statement lets hold what it handles."""
-    found = {name for name in bound_names(node) if "." not in name}
+    """Return the names, also of attributes, that a statement lets hold what it handles."""
+    found = bound_names(node)
     for part in ast.walk(node) if isinstance(node, ast.stmt) else ():
         if isinstance(part, ast.Subscript | ast.Attribute) and isinstance(part.ctx, ast.Store):
             found |= _base(part)
         if isinstance(part, ast.NamedExpr):
             found.add(part.target.id)
+        if isinstance(part, ast.MatchAs | ast.MatchStar) and part.name:
+            found.add(part.name)
         func = part.func if isinstance(part, ast.Call) else None
         if isinstance(func, ast.Attribute) and func.attr in _COLLECT:
             found |= _base(func.value)

@@ -118,7 +118,7 @@ def _row(drift: Drift) -> tuple[str, ...]:
         f"{drift.version} (pinned)" if drift.is_pinned else drift.version,
         _counted(fates),
         _counted(blobs),
-        _counted({what: drift.count("symbol", what) for what in ("changed", "gone")}),
+        _counted({what: drift.count("symbol", what) for what in ("new", "changed", "gone")}),
         _counted({what: drift.count("reader", what) for what in ("new", "changed", "gone")}),
         _counted({"collisions": len(drift.report.collisions)}),
         "yes" if drift.needs_work else "no",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import tomllib
 from collections import Counter
@@ -9,8 +10,15 @@ from dataclasses import dataclass
 
 from buildtools.census import Reader
 from buildtools.leans import Lean
-from buildtools.statements import bindings, mentions, parameter, places
-from buildtools.symbols import Module, Sources, fingerprint, split_symbol
+from buildtools.statements import (
+    bindings,
+    first_line,
+    mentions,
+    parameter,
+    places,
+    statements,
+)
+from buildtools.symbols import Module, Sources, fingerprint, header, split_symbol
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,17 @@ def _part_of(lean: Lean, names: list[str], module: Module) -> Evidence | None:
             texts.append(f"{gaps[place.text]} times {place.text}")
             times = {0: "is nowhere", 1: "is here"}.get(gaps[place.text], "is in several places")
             shown.append(f"# the place of the hook {times}:\n{place.shown}")
+    for definition in definitions:
+        if isinstance(definition, ast.ClassDef):
+            texts.append(header(definition))
+            shown.append(first_line(definition))
+        leaving = [
+            each
+            for each in statements(definition, into_definitions=False)
+            if isinstance(each.node, ast.Return)
+        ]
+        texts += [each.text for each in leaving]
+        shown += ["# where it is left:", *(each.shown for each in leaving)] if leaving else []
     reads = sorted({name for hook in lean.hooks for name in hook.reads})
     for definition in definitions:
         for name in reads:
@@ -91,7 +110,9 @@ def _keys_of(path: str, keys: list[str], content: bytes) -> Evidence:
 def evidence_of_reader(reader: Reader) -> Evidence:
     """Return what counts of a reader."""
     return Evidence(
-        fingerprint=fingerprint([*reader.touches, *(each.text for each in reader.statements)]),
+        fingerprint=fingerprint(
+            [*reader.touches, *reader.signature, *(each.text for each in reader.statements)]
+        ),
         shown="\n".join(each.shown for each in reader.statements),
         path=split_symbol(reader.symbol)[0],
         line=reader.line,

@@ -65,10 +65,7 @@ def leans(patches: list[Patch], overlay: Path, pristine: Sources) -> dict[str, L
     """
     found: dict[str, Lean] = {}
     problems = list(_of_patches(patches, pristine, found))
-    for path in overlay_files(overlay):
-        if path.endswith(".py"):
-            content = (overlay / path).read_bytes()
-            problems += _of_overlay_file(path, content, pristine, found)
+    problems += _of_overlay(overlay, pristine, found)
     for lean in found.values():
         symbol = lean.symbol.partition("@")[0]
         if pristine.fingerprint(symbol) is None:
@@ -78,6 +75,22 @@ def leans(patches: list[Patch], overlay: Path, pristine: Sources) -> dict[str, L
     if problems:
         raise BuildError("\n".join(["tripwires cannot be laid:", *sorted(set(problems))]))
     return found
+
+
+def overlay_leans(overlay: Path, sources: Sources) -> dict[str, Lean]:
+    """Return what the overlay would lean on in another tree, as far as that has it.
+
+    A base class may get a new base, or a method that the overlay overrides without knowing.
+    """
+    found: dict[str, Lean] = {}
+    list(_of_overlay(overlay, sources, found))
+    return found
+
+
+def _of_overlay(overlay: Path, sources: Sources, found: dict[str, Lean]) -> Iterator[str]:
+    for path in overlay_files(overlay):
+        if path.endswith(".py"):
+            yield from _of_overlay_file(path, (overlay / path).read_bytes(), sources, found)
 
 
 def _add(found: dict[str, Lean], symbol: str, by: str, hooks: Iterable[Hook] = ()) -> None:
@@ -209,7 +222,8 @@ def ancestors(sources: Sources, path: str, name: str) -> list[tuple[str, str]]:
     for node in module.definitions.get(name, []) if module else []:
         for base in node.bases if isinstance(node, ast.ClassDef) else []:
             target = definition_of(sources, path.removesuffix(".py"), ast.unparse(base))
-            if target:
+            module_of = sources.module(target[0]) if target else None
+            if target and module_of is not None and target[1] in module_of.definitions:
                 found += [each for each in ancestors(sources, *target) if each not in found]
     return found
 
@@ -235,6 +249,7 @@ def _used_members(
             if is_super or (isinstance(value, ast.Name) and value.id == "self"):
                 used[part.attr] = used.get(part.attr, False) or is_super
     lineage = [each for base in bases for each in ancestors(pristine, *base)]
+    yield from (f"{path}::{owner}" for path, owner in lineage)
     for name in sorted(own | set(used)) if lineage else ():
         for path, owner in lineage:
             module = pristine.module(path)

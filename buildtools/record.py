@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from buildtools.console import BuildError
@@ -70,16 +70,35 @@ def read_record(path: Path) -> dict[tuple[str, str], Entry]:
                 by, touches = (tuple(row.pop(key, ())) for key in ("by", "touches"))
                 classed = row.pop("class", "")
                 entries.append(Entry(kind=kind, classed=classed, by=by, touches=touches, **row))
+        for entry in entries:
+            _check_types(entry)
         if document:
             raise ValueError(f"unknown table {', '.join(document)}")
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, TypeError, ValueError) as error:
+    except (
+        OSError,
+        UnicodeDecodeError,
+        tomllib.TOMLDecodeError,
+        TypeError,
+        ValueError,
+        AttributeError,
+    ) as error:
         raise BuildError(f"cannot read {path}: {error}") from error
     problems = [problem for entry in entries for problem in _unsound(entry)]
-    if len({(entry.kind, entry.name) for entry in entries}) != len(entries):
-        problems.append("an entry stands twice")
+    seen: set[tuple[str, str]] = set()
+    for entry in entries:
+        if (entry.kind, entry.name) in seen:
+            problems.append(f"{entry.kind} {entry.name} stands twice")
+        seen.add((entry.kind, entry.name))
     if problems:
         raise BuildError("\n".join([f"{path} is not sound:", *problems]))
     return {(entry.kind, entry.name): entry for entry in entries}
+
+
+def _check_types(entry: Entry) -> None:
+    for key, value in asdict(entry).items():
+        many = value if isinstance(value, tuple) else (value,)
+        if not all(isinstance(each, str) for each in many):
+            raise ValueError(f"{entry.kind} {entry.name}: {key} is {value!r}")
 
 
 def _unsound(entry: Entry) -> Iterator[str]:

@@ -120,15 +120,24 @@ class Module:
         """
         if not qualname:
             return [self.tree]
-        if qualname in self.definitions:
-            return list(self.definitions[qualname])
         owner, _, name = qualname.rpartition(".")
+        if qualname in self.definitions:
+            # Whoever binds the name again decides what it is in the end.
+            return [*self.definitions[qualname], *self._rebound(owner, name)]
         if not owner:
             return [node for node in self.tree.body if name in bound_names(node)]
         found: list[ast.AST] = []
         for node in self.definitions.get(owner, []):
             if isinstance(node, ast.ClassDef):
                 found += self._bound_in(node).get(name, [])
+        return found
+
+    def _rebound(self, owner: str, name: str) -> list[ast.AST]:
+        here = name if not owner else f"{owner}.{name}"
+        found: list[ast.AST] = [node for node in self.tree.body if here in bound_names(node)]
+        for node in self.definitions.get(owner, []) if owner else ():
+            if isinstance(node, ast.ClassDef):
+                found += [item for item in node.body if name in bound_names(item)]
         return found
 
     def _bound_in(self, node: ast.ClassDef) -> dict[str, list[ast.AST]]:

@@ -32,7 +32,7 @@ def replace_all(changes: Mapping[Path, bytes | None], journal: Path) -> list[Pat
         BuildError: a change was cut off and could not be finished.
         OSError: a file could not be written; all of them are as they were.
     """
-    with _locked(journal):
+    with exclusive(journal):
         _finish(journal)
         before = {path: path.read_bytes() if path.exists() else None for path in changes}
         needed = {path: new for path, new in changes.items() if new != before[path]}
@@ -58,7 +58,7 @@ def recover(journal: Path) -> None:
         BuildError: the journal cannot be read.
     """
     if journal.exists():
-        with _locked(journal):
+        with exclusive(journal):
             _finish(journal)
 
 
@@ -120,7 +120,8 @@ def _apply(changes: Mapping[Path, bytes | None]) -> None:
 
 
 @contextlib.contextmanager
-def _locked(journal: Path) -> Iterator[None]:
+def exclusive(journal: Path) -> Iterator[None]:
+    """Let one process at a time into the body: those that name the same ``journal``."""
     journal.parent.mkdir(parents=True, exist_ok=True)
     with journal.with_name(f"{journal.name}.lock").open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)

@@ -255,17 +255,25 @@ def update_record(
         for key, entry in record.items()
         if key[0] == "reader" or entry.name in now.symbols or entry.name in now.lost
     }
-    for name in accepted:
-        kinds = [kind for kind, each, _ in still_open if each == name]
-        if not kinds:
-            raise BuildError(f"--accept {name}: nothing of it is open; see `build.py check`")
-        for kind in kinds:
-            entry = _accept(kind, name, record.get((kind, name)), now, classed)
-            if entry is None:
-                del updated[kind, name]
-            else:
-                updated[kind, name] = replace(entry, because=because, release=release)
+    for text in accepted:
+        kind, name = _named(text, still_open)
+        entry = _accept(kind, name, record.get((kind, name)), now, classed)
+        if entry is None:
+            del updated[kind, name]
+        else:
+            updated[kind, name] = replace(entry, because=because, release=release)
     return updated, compare(updated, now)
+
+
+def _named(text: str, still_open: list[tuple[str, str, str]]) -> tuple[str, str]:
+    """Return the kind and name of the one open entry that ``text`` names."""
+    found = [(kind, name) for kind, name, _ in still_open if text in (name, f"{kind}:{name}")]
+    if not found:
+        raise BuildError(f"--accept {text}: nothing of it is open; see `build.py check`")
+    if len(found) > 1:
+        choices = " or ".join(f"{kind}:{name}" for kind, name in found)
+        raise BuildError(f"--accept {text}: two things to look at: {choices}")
+    return found[0]
 
 
 def _accept(kind: str, name: str, known: Entry | None, now: Survey, classed: str) -> Entry | None:
@@ -278,6 +286,8 @@ def _accept(kind: str, name: str, known: Entry | None, now: Survey, classed: str
         )
     if evidence is None:
         return None
+    if kind == "symbol" and classed:
+        raise BuildError(f"--accept {name}: --as is for readers")
     if kind == "symbol":
         return Entry(kind, name, evidence.fingerprint, "", "", by=by)
     chosen = classed or (known.classed if known else "")

@@ -44,6 +44,7 @@ from buildtools.project import (
     project_workspace,
 )
 from buildtools.report import check_format
+from buildtools.transaction import exclusive, replace_all
 from buildtools.tree import Recipe, assemble
 from buildtools.upstream import cached_sdist
 from buildtools.watch import Watch
@@ -211,6 +212,11 @@ def pin(args: argparse.Namespace) -> int:
         raise BuildError("--accept needs --because TEXT: what you looked at, and why it is fine")
     if (args.because or args.classed) and not args.accept:
         raise BuildError("--because and --as say something of --accept NAME, which is missing")
+    with exclusive(WORK / "pin"):  # two that accept at once would lose one of the reasons
+        return _pin(args)
+
+
+def _pin(args: argparse.Namespace) -> int:
     if not read_pin(UPSTREAM_TOML).sdist_sha256:
         args.source = "git"  # rebased onto a commit that is not released; it vouches for the tree
     recipe = _recipe(args)
@@ -218,16 +224,14 @@ def pin(args: argparse.Namespace) -> int:
     watch = Watch(recipe, PATCHES / checks.RECORD, locked=False)
     with step("tripwires and census"):
         record, still_open = watch.pinned(args.accept, args.because or "", args.classed or "")
-    generated = {**checks.generated_files(recipe, PATCHES), watch.path: record}
-    before = {path: path.read_bytes() if path.exists() else b"" for path in generated}
+    texts = {**checks.generated_files(recipe, PATCHES), watch.path: record}
+    before = {path: path.read_bytes() if path.exists() else None for path in texts}
+    replace_all({path: text.encode() for path, text in texts.items()}, WORK / "journal")
     try:
-        for path, text in generated.items():
-            path.write_text(text, encoding="utf-8")
         with step("assemble the tree"), scratch_dir(WORK) as scratch:
             lock = assemble(recipe, ENGINES[args.engine](), scratch / "tree", locked=False)
     except BaseException:
-        for path, content in before.items():
-            path.write_bytes(content)
+        replace_all(before, WORK / "journal")
         raise
     write_lock(UPSTREAM_TOML, lock)
     say(f"pristine {lock.pristine}\npatched {lock.patched}\nassembled {lock.assembled}")

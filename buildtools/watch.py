@@ -8,7 +8,7 @@ from pathlib import Path
 
 from buildtools import record, tripwires
 from buildtools.console import BuildError
-from buildtools.leans import Lean, leans
+from buildtools.leans import Lean, leans, overlay_leans
 from buildtools.objects import blob_id, files_below
 from buildtools.paths import WORK, scratch_dir
 from buildtools.releases import Shop, fetch_target
@@ -63,8 +63,9 @@ class Watch:
         return record.read_record(self.path)
 
     def survey(self, sources: Sources) -> tripwires.Survey:
-        """Look at a tree."""
-        return tripwires.survey(self.leans, sources, self.record)
+        """Look at a tree, also for what the overlay would newly lean on there."""
+        here = overlay_leans(self.recipe.overlay, sources)
+        return tripwires.survey({**here, **self.leans}, sources, self.record)
 
     def accepted(self, version: str) -> tripwires.Survey | None:
         """Look at a release in which entries were accepted; None if it cannot be had."""
@@ -122,5 +123,5 @@ class Watch:
             self.record, now, version, accept, because, classed
         )
         return record.render_record(updated.values()), [
-            f"{what}: {name}" for _, name, what in open_
+            f"{what}: {kind}:{name}" for kind, name, what in open_
         ]

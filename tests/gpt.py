@@ -100,7 +100,8 @@ def inner_optimizers(optimizer: Any) -> Iterator[tuple[str, Any]]:
     """Yield the optimizers that own mains, however deeply they are chained, with their names."""
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is None:
-        yield "", optimizer
+        if optimizer.optimizer is not None:  # a model or a part of it may be frozen
+            yield "", optimizer
         return
     for index, each in enumerate(chained):
         for name, inner in inner_optimizers(each):
@@ -222,21 +223,31 @@ def train(
 def build_model(pre_process: bool = True, post_process: bool = True, **kwargs: Any) -> Any:
     """Build one pipeline stage; the provider that `setup_model_and_optimizer` calls."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
     from megatron.training import get_args
     from megatron.training.arguments import core_transformer_config_from_args
 
     args = get_args()
+    config = kwargs.get("config") or core_transformer_config_from_args(args)
+    layer = get_gpt_layer_local_spec(num_experts=args.num_experts, moe_grouped_gemm=False)
+    vp_stage = kwargs.get("vp_stage")
+    mtp = None
+    if args.mtp_num_layers:
+        mtp = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False, vp_stage=vp_stage)
     return GPTModel(
-        kwargs.get("config") or core_transformer_config_from_args(args),
-        get_gpt_layer_local_spec(num_experts=args.num_experts, moe_grouped_gemm=False),
+        config,
+        layer,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
-        vp_stage=kwargs.get("vp_stage"),
+        mtp_block_spec=mtp,
+        vp_stage=vp_stage,
     )
 
 

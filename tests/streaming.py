@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.gpt import OptimizerTensor, inner_optimizers, resident_tensors
 
 
@@ -34,6 +36,10 @@ def streamed_tensors(optimizer: Any) -> Iterator[OptimizerTensor]:
                     continue
                 for key, tensor in store.read_entry(entries[id(param)]).items():
                     yield OptimizerTensor(f"{key}/{place}", tensor.view(param.shape))
+                # Torch counts steps in the state of each param; the store in one place for all.
+                for key, value in store.keys.counters(store.steps).items():
+                    if isinstance(value, torch.Tensor):
+                        yield OptimizerTensor(f"{key}/{place}", value)
     for each in resident_tensors(optimizer):
         if not each.tensor.untyped_storage().nbytes():
             continue

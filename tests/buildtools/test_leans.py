@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from buildtools.console import BuildError
-from buildtools.leans import leans
+from buildtools.leans import leans, overlay_leans
 from buildtools.series import load_patches
 from buildtools.symbols import Sources
 from buildtools.upstream import Source, fetch
@@ -77,11 +77,28 @@ def test_overrides_and_attributes_of_a_subclass_are_found_in_its_lineage(tmp_pat
 
     assert set(found) == {
         "megatron/core/base.py::Model",
+        "megatron/core/parts.py::Part",
+        "megatron/core/base.py::Base",
         "megatron/core/base.py::Model.step",
         "megatron/core/base.py::Model.limit",
         "megatron/core/base.py::Base.start",
         "megatron/core/base.py::Base.rows",
     }
+
+
+def test_what_an_override_would_hide_in_another_tree_is_found(tmp_path: Path) -> None:
+    """Upstream gives a class that the overlay extends a method of the overlay's name."""
+    text = "from ..base import Model\n\n\nclass A(Model):\n    def fresh(self):\n        return 1\n"
+    write_files(tmp_path, {OVERLAY: text})
+    newer = PRISTINE | {
+        "megatron/core/base.py": BASE + "\n    def fresh(self):\n        return 2\n"
+    }
+    before, after = (
+        set(overlay_leans(tmp_path, Sources({path: text.encode() for path, text in tree.items()})))
+        for tree in (PRISTINE, newer)
+    )
+
+    assert after - before == {"megatron/core/base.py::Model.fresh"}
 
 
 def test_a_comment_names_what_is_used_through_other_objects(tmp_path: Path) -> None:

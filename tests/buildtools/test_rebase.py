@@ -575,7 +575,10 @@ def test_the_report_is_written_as_markdown_or_json(mover: Mover, tmp_path: Path)
     mover.go_on()
 
     document = json.loads((tmp_path / "report.json").read_text())
-    assert (document["old"], document["new"], document["clean"]) == ("1.2.3", "1.2.4", True)
+    assert (document["old"], document["new"]) == ("1.2.3", "1.2.4")
+    # What somebody adapted is to be looked at again: a line of the patch is not there any more.
+    assert document["attention"] == [f"{EARLY}: the resolution left out +line_5 = 55"]
+    assert document["clean"] is False
     assert [patch["fate"] for patch in document["patches"]] == [UNCHANGED, ADAPTED, UNCHANGED]
     assert document["patches"][1]["files"][0]["old"] == MODEL
     assert document["counts"] == {UNCHANGED: 2, ADAPTED: 1}

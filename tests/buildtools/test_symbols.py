@@ -79,6 +79,20 @@ def test_anything_else_changes_it(symbol: str, old: bytes, new: bytes) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("symbol", "addition"),
+    [
+        ("helper", b"\nhelper = wrap(helper)\n"),
+        ("Model.step", b"\nModel.step = wrap(Model.step)\n"),
+        ("Model.step", b"\nModel.other = 1\n"),
+    ],
+)
+def test_whoever_binds_a_name_again_is_part_of_it(symbol: str, addition: bytes) -> None:
+    changed = Module(SOURCE + addition).fingerprint(symbol) != Module(SOURCE).fingerprint(symbol)
+
+    assert changed is (b"other" not in addition)
+
+
 def test_a_method_is_no_part_of_its_class() -> None:
     """It is a symbol of its own: a class changes with its bases and fields."""
     changed = Module(SOURCE.replace(b"self.size * loss", b"0"))

@@ -145,6 +145,7 @@ def test_an_accepted_reader_keeps_its_class_and_a_gone_one_leaves() -> None:
     [
         (str, STEP, "nothing of it is open"),
         (str, "m/a.py::other", "nothing of it is open"),
+        (str, f"symbol:{STEP}", "nothing of it is open"),
         (lambda text: text.replace("def step", "def other"), STEP, "change what leans on it: 0007"),
         (lambda text: f"{text}\n\nv = lambda p: p.main_param\n", "m/a.py::", "needs a class"),
     ],
@@ -156,6 +157,19 @@ def test_what_cannot_be_accepted_is_refused(
 
     with pytest.raises(BuildError, match=message):
         update_record(record, survey(LEANS, tree(edit), record), "2.0", [name], "why not")
+
+
+def test_a_name_that_is_symbol_and_reader_is_accepted_one_at_a_time() -> None:
+    leans = {READ: Lean(READ, {"0010"})}
+    now = survey(leans, tree(), {})
+
+    with pytest.raises(BuildError, match=rf"two things .*: symbol:{READ} or reader:{READ}"):
+        update_record({}, now, "1.0", [READ], "which?", "served")
+    with pytest.raises(BuildError, match="--as is for readers"):
+        update_record({}, now, "1.0", [f"symbol:{READ}"], "seen", "served")
+    updated, still_open = update_record({}, now, "1.0", [f"symbol:{READ}"], "seen")
+    assert list(updated) == [("symbol", READ)]
+    assert still_open == [("reader", READ, "new")]
 
 
 def test_the_record_survives_writing_and_reading(tmp_path: Path) -> None:
@@ -177,6 +191,9 @@ def test_the_record_survives_writing_and_reading(tmp_path: Path) -> None:
         ("[[reader]]", "[[readr]]", "unknown table readr"),
         ('release = "1.0"', 'released = "1.0"', "cannot read"),
         ('name = "', "name = ", "cannot read"),
+        ('because = "seen"', "because = 5", "because is 5"),
+        ('by = ["0007"', 'by = [7, "0007"', r"by is \(7,"),
+        ("[[symbol]]", "[symbol]", "cannot read"),
     ],
 )
 def test_an_unsound_record_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:

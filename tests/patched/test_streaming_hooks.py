@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests import gpt, streaming
+from tests.patched.scenarios import by_name, train
 from tests.rank_pool import RankPool, RanksFailed
 
 
@@ -118,7 +119,7 @@ def test_a_checkpoint_holds_the_streamed_state(ranks: RankPool, tmp_path: Path) 
     [
         (["--ckpt-format", "torch"], "--ckpt-format torch: it serialises tensors"),
         (["--dist-ckpt-optim-fully-reshardable"], "in a format of its own"),
-        (["--optimizer", "sgd"], "streams Adam's state so far, got --optimizer sgd"),
+        (["--optimizer", "sgd"], "Megatron's distributed optimizer itself refuses it"),
         (["--stream-optimizer-state-bucket-numel", "0"], "expected a positive number of elements"),
         (["--stream-optimizer-state-dir", "a,b"], "several directories are not supported yet"),
     ],
@@ -199,6 +200,16 @@ LOG_LINES = (
     r"NVMe optimizer state saved: \S+/nvme_optimizer_state/rank0000\d/optimizer0 ",
     r"NVMe optimizer state loaded: \S+/nvme_optimizer_state/rank0000\d/optimizer0 .*step 1",
 )
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("lion", "fp32"), ("sgd", "none")])
+def test_the_log_names_the_dtype_of_what_is_kept(
+    name: str, dtype: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Where there are no moments it says so."""
+    ranks.run(train, scenario=by_name(name), directory=str(tmp_path), until=0)
+
+    assert f"(main fp32, moments {dtype}, io buffered)" in ranks.outputs[0]
 
 
 def test_every_rank_logs_what_runs(ranks: RankPool, tmp_path: Path) -> None:

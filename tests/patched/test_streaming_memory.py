@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests import gpt, streaming
+from tests.patched.scenarios import by_name, make_inner_optimizer_of
 from tests.patched.test_streaming_failures import Stopped, fill_grads
 from tests.rank_pool import RankPool
 
@@ -47,12 +48,17 @@ def measure_optimizer_construction() -> dict[str, int]:
     return found
 
 
-def measure(directory: str, base: str, with_update: bool) -> dict[str, int]:
+SEGMENTS = {"dp1": 3, "lion": 2, "sgd-momentum": 2, "sgd": 1}
+"""Main params, and the state that each of these optimizers keeps."""
+
+
+def measure(directory: str, base: str, with_update: bool, scenario: str) -> dict[str, int]:
     """Measure everything that a store does; without its update, whose temporaries are others'."""
     from megatron.core.optimizer.nvme_state_store import store as store_module
 
     from tests.emulated_cuda import pinned_memory_allocated
 
+    make_inner_optimizer_of(by_name(scenario).config)
     if not with_update:
         vars(store_module)["update_slices"] = lambda *args: None
     found = measure_optimizer_construction()
@@ -62,6 +68,7 @@ def measure(directory: str, base: str, with_update: bool) -> dict[str, int]:
         found["pinned"] = pinned_memory_allocated()
         found["slot_nbytes"] = store.layout.slot_nbytes
         found["slot_numel"] = store.layout.slot_numel
+        found["segments"] = len(store.layout.segments)
         found["total_numel"] = sum(entry.record.numel for entry in store.entries)
         found["largest_entry"] = max(entry.record.numel for entry in store.entries)
         found["storage"] = sum(e.main.untyped_storage().nbytes() for e in store.entries)
@@ -83,20 +90,22 @@ def measure(directory: str, base: str, with_update: bool) -> dict[str, int]:
     raise AssertionError("setup did not reach the callback")
 
 
+BytesOf = Callable[..., dict[str, int]]
+
+
 @pytest.fixture(scope="module")
-def bytes_of(
-    ranks: RankPool, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[bool], dict[str, int]]:
+def bytes_of(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> BytesOf:
     """The measurements, with and without the inner optimizer's own temporaries."""
 
     @functools.cache
-    def make_once(with_update: bool) -> dict[str, int]:
+    def make_once(with_update: bool, scenario: str = "dp1") -> dict[str, int]:
         directory = tmp_path_factory.mktemp("memory")
         (found,) = ranks.run(
             measure,
             directory=str(directory / "state"),
             base=str(directory / "saved"),
             with_update=with_update,
+            scenario=scenario,
         )
         assert isinstance(found, dict)
         return found
@@ -104,7 +113,7 @@ def bytes_of(
     return make_once
 
 
-def test_the_model_is_larger_than_the_slots(bytes_of: Callable[[bool], dict[str, int]]) -> None:
+def test_the_model_is_larger_than_the_slots(bytes_of: BytesOf) -> None:
     """Else the bounds would say nothing."""
     found = bytes_of(False)
     assert found["total_numel"] > 2.5 * found["slot_numel"]
@@ -112,32 +121,38 @@ def test_the_model_is_larger_than_the_slots(bytes_of: Callable[[bool], dict[str,
     assert 12 * found["slot_numel"] > 4 * SMALL
 
 
+@pytest.mark.parametrize("scenario", SEGMENTS)
 @pytest.mark.parametrize("what", ["step", "refresh", "load"])
-def test_device_bytes_are_those_of_the_slot(
-    what: str, bytes_of: Callable[[bool], dict[str, int]]
-) -> None:
-    """Three FP32 segments, and for a load the rounded main params that are compared."""
-    found = bytes_of(False)
-    slot = 12 * found["slot_numel"]
+def test_device_bytes_are_those_of_the_slot(what: str, scenario: str, bytes_of: BytesOf) -> None:
+    """The FP32 segments, and for a load the rounded main params that are compared."""
+    found = bytes_of(False, scenario)
+    assert found["segments"] == SEGMENTS[scenario]
+    slot = 4 * found["segments"] * found["slot_numel"]
     rounded = 2 * found["slot_numel"] if what == "load" else 0
     assert slot <= found[what] <= slot + rounded + SMALL
 
 
 def test_the_inner_optimizer_sees_one_bucket_at_a_time(
-    bytes_of: Callable[[bool], dict[str, int]],
+    bytes_of: BytesOf,
 ) -> None:
     """Its temporaries are a few times its largest slice, never the whole shard's."""
     found = bytes_of(True)
     assert found["step"] <= (12 + 4 * 4) * found["slot_numel"] + SMALL
 
 
-def test_a_save_needs_no_device_memory(bytes_of: Callable[[bool], dict[str, int]]) -> None:
+def test_state_that_the_first_step_makes_is_there_once_more(bytes_of: BytesOf) -> None:
+    """For one bucket: beside the slot, the momentum that SGD makes, and SGD's temporaries."""
+    found = bytes_of(True, "sgd-momentum")
+    assert found["step"] <= (8 + 4 + 2 * 4) * found["slot_numel"] + SMALL
+
+
+def test_a_save_needs_no_device_memory(bytes_of: BytesOf) -> None:
     """It copies from file to file."""
     assert bytes_of(False)["save"] < SMALL
 
 
 def test_construction_is_bounded_by_the_slot_or_one_shard(
-    bytes_of: Callable[[bool], dict[str, int]],
+    bytes_of: BytesOf,
 ) -> None:
     """At no time is the whole FP32 state there, and nothing but norms and scalars stays."""
     found = bytes_of(False)
@@ -148,12 +163,13 @@ def test_construction_is_bounded_by_the_slot_or_one_shard(
     assert found["storage"] == 0
 
 
-def test_pinned_bytes_are_those_of_the_host_slot(
-    bytes_of: Callable[[bool], dict[str, int]],
-) -> None:
-    """`slot_nbytes`, exactly."""
-    found = bytes_of(False)
+@pytest.mark.parametrize("scenario", SEGMENTS)
+def test_pinned_bytes_are_those_of_the_host_slot(scenario: str, bytes_of: BytesOf) -> None:
+    """`slot_nbytes`, exactly: so many times the main params, rounded up to pages."""
+    found = bytes_of(False, scenario)
     assert found["pinned"] == found["slot_nbytes"]
+    main = found["slot_nbytes"] // found["segments"]
+    assert 4 * found["slot_numel"] <= main < 4 * found["slot_numel"] + 4096
 
 
 def look_at_file(directory: str) -> dict[str, Any]:

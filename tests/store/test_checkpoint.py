@@ -27,7 +27,8 @@ from megatron.core.optimizer.nvme_state_store.state_file import StateFile
 from tests.store.failing_file import FailingLayer, small_tmpfs
 
 SIZES = [100, 5000, 64]
-LAYOUT = make_layout(SIZES, 1024)
+ADAM = ("exp_avg", "exp_avg_sq")
+LAYOUT = make_layout(SIZES, 1024, ADAM)
 ENTRIES = [EntryRecord(f"0.layer{i}.weight", (n, 2), n, n) for i, n in enumerate(SIZES)]
 RESIDENT = b"state of resident params"
 
@@ -105,7 +106,7 @@ def test_a_discarded_snapshot_leaves_the_older_one_alone(
 
 def test_a_store_without_elements_is_saved_and_loaded(tmp_path: Path) -> None:
     """A rank may have no part of any param."""
-    layout = make_layout([0, 0], 1024)
+    layout = make_layout([0, 0], 1024, ADAM)
     entries = [EntryRecord("a", (3,), 0, 0), EntryRecord("b", (3,), 3, 0)]
     with (
         StateFile.create(tmp_path / "one", layout.file_nbytes) as one,
@@ -271,10 +272,57 @@ def test_other_shards_are_refused(
 def test_other_buckets_are_refused(tmp_path: Path, files: Callable[[int], StateFile]) -> None:
     """The message says which flag must be the same."""
     save(tmp_path / "s", 1, files(1))
-    layout = make_layout(SIZES, 2048)
+    layout = make_layout(SIZES, 2048, ADAM)
     file = make_file(tmp_path / "other", 0, layout)
     with file, pytest.raises(StateStoreError, match="--stream-optimizer-state-bucket-numel"):
         load_snapshot(tmp_path / "s", layout, file, ENTRIES)
+
+
+@pytest.mark.parametrize("keys", [(), ("exp_avg",), ("exp_avg", "max"), ("exp_avg_sq", "exp_avg")])
+def test_state_of_another_optimizer_is_refused(
+    keys: tuple[str, ...], tmp_path: Path, files: Callable[[int], StateFile]
+) -> None:
+    """More, fewer, others or in another order; the message says what there is and what to do."""
+    save(tmp_path / "s", 1, files(1))
+    layout = make_layout(SIZES, 1024, keys)
+    file = make_file(tmp_path / "other", 0, layout)
+    with file, pytest.raises(StateStoreError, match="saved with another optimizer") as caught:
+        load_snapshot(tmp_path / "s", layout, file, ENTRIES)
+    assert "holds main, exp_avg, exp_avg_sq, expected main" in str(caught.value)
+    assert "--no-load-optim" in str(caught.value)
+
+
+@pytest.mark.parametrize("keys", [(), ("momentum_buffer",)], ids=len)
+def test_snapshots_of_fewer_segments_are_whole(keys: tuple[str, ...], tmp_path: Path) -> None:
+    """The manifest names them, and every byte comes back."""
+    layout = make_layout(SIZES, 1024, keys)
+    with (
+        make_file(tmp_path / "one", 1, layout) as one,
+        make_file(tmp_path / "two", 2, layout) as two,
+    ):
+        commit_snapshot(prepare_snapshot(tmp_path / "s", layout, one, ENTRIES, 1, None, "g"))
+        manifest, _ = load_snapshot(tmp_path / "s", layout, two, ENTRIES)
+        assert two.path.read_bytes() == content(1, layout)
+    assert manifest.segments == ("main", *keys)
+
+
+FORMAT_1 = """{
+ "format": 1, "generation": "g", "step": 7, "segments": ["main", "exp_avg", "exp_avg_sq"],
+ "entries": [{"name": "0.w", "shape": [8], "start": 0, "numel": 8}],
+ "buckets": [[0, 8, 2317716204]], "resident": null, "checksum": 113307606
+}"""
+"""As version 0.19.2+nvme.1 wrote it while it knew Adam only; its state is zeros."""
+
+
+def test_a_snapshot_of_format_1_is_loaded(tmp_path: Path) -> None:
+    """Segments have been in the manifest from the beginning."""
+    layout = make_layout([8], 1024, ADAM)
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / MANIFEST).write_text(FORMAT_1)
+    (tmp_path / "s" / "state-g.bin").write_bytes(bytes(layout.file_nbytes))
+    with StateFile.create(tmp_path / "file", layout.file_nbytes) as file:
+        manifest, _ = load_snapshot(tmp_path / "s", layout, file, [EntryRecord("0.w", (8,), 0, 8)])
+    assert (manifest.step, manifest.segments) == (7, layout.segments)
 
 
 @pytest.mark.parametrize("call", ["preadv"])

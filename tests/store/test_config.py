@@ -46,32 +46,48 @@ def test_a_sound_configuration_passes_and_a_stock_one_is_not_looked_at() -> None
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"defer_main_param_initialization": False}, "needs defer_main_param_initialization"),
-        ({"stream_optimizer_state_to_disk": False}, "needs stream_optimizer_state_to_disk"),
-        ({"use_distributed_optimizer": False}, "add --use-distributed-optimizer"),
-        ({"optimizer": "muon"}, "got --optimizer muon: use adam"),
-        ({"bf16": False}, "needs 16-bit params"),
-        ({"stream_optimizer_state_dir": "a,b"}, "give one"),
-        ({"stream_optimizer_state_bucket_numel": 0}, "expected a positive number"),
-        ({"stream_optimizer_state_bucket_numel": 1.5}, "expected a positive number"),
-        ({"use_precision_aware_optimizer": True}, "leave out --use-precision-aware-optimizer"),
-        ({"optimizer_cpu_offload": True}, "leave out --optimizer-cpu-offload"),
-        ({"optimizer_cuda_graph": True}, "leave out --optimizer-cuda-graph"),
-        ({"reuse_grad_buf_for_mxfp8_param_ag": True}, "leave out --reuse-grad-buf-for-mxfp8"),
-        ({"overlap_param_gather_with_optimizer_step": True}, "leave out --overlap-param-gather-w"),
-        ({"use_layer_wise_distributed_optimizer": True}, "use --optimizer adam"),
-    ],
-)
+def config_refusal(changes: dict[str, Any]) -> str:
+    """Return why a configuration is refused."""
+    with pytest.raises(ValueError, match="stream") as caught:
+        config.validate_optimizer_config(_config(**changes))
+    return str(caught.value)
+
+
+def arguments_refusal(changes: dict[str, Any]) -> str:
+    """Return why arguments are refused."""
+    with pytest.raises(ValueError, match="--stream-optimizer-state") as caught:
+        arguments.validate_arguments(SimpleNamespace(**(ARGUMENTS | changes)))
+    return str(caught.value)
+
+
+REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"defer_main_param_initialization": False}, "needs defer_main_param_initialization"),
+    ({"stream_optimizer_state_to_disk": False}, "needs stream_optimizer_state_to_disk"),
+    ({"use_distributed_optimizer": False}, "add --use-distributed-optimizer"),
+    ({"optimizer": "muon"}, "--optimizer muon: whole-matrix optimizers are not streamed yet"),
+    ({"optimizer": "soap"}, "--optimizer soap: whole-matrix optimizers are not streamed yet"),
+    ({"optimizer": "lion"}, "--optimizer lion: Megatron runs it under the layer-wise"),
+    # Megatron's arguments switch the distributed optimizer off for it.
+    ({"optimizer": "lion", "use_distributed_optimizer": False}, "layer-wise optimizer"),
+    ({"optimizer": "sgd"}, "--optimizer sgd: Megatron's distributed optimizer itself refuses"),
+    ({"bf16": False}, "needs 16-bit params"),
+    ({"stream_optimizer_state_dir": "a,b"}, "give one"),
+    ({"stream_optimizer_state_bucket_numel": 0}, "expected a positive number"),
+    ({"stream_optimizer_state_bucket_numel": 1.5}, "expected a positive number"),
+    ({"use_precision_aware_optimizer": True}, "leave out --use-precision-aware-optimizer"),
+    ({"optimizer_cpu_offload": True}, "leave out --optimizer-cpu-offload"),
+    ({"optimizer_cuda_graph": True}, "leave out --optimizer-cuda-graph"),
+    ({"reuse_grad_buf_for_mxfp8_param_ag": True}, "leave out --reuse-grad-buf-for-mxfp8"),
+    ({"overlap_param_gather_with_optimizer_step": True}, "leave out --overlap-param-gather-w"),
+    ({"use_layer_wise_distributed_optimizer": True}, "use --optimizer adam"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED_CONFIGS)
 def test_a_configuration_that_cannot_stream_is_refused(
     changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match="stream") as caught:
-        config.validate_optimizer_config(_config(**changes))
-
-    assert message in str(caught.value)
+    assert message in config_refusal(changes)
 
 
 ARGUMENTS: dict[str, Any] = {
@@ -79,35 +95,33 @@ ARGUMENTS: dict[str, Any] = {
     "stream_optimizer_state_dir": None,
     "ckpt_format": "torch_dist",
     "non_persistent_ckpt_type": None,
+    **{name: False for name, _, _ in arguments._REFUSED},
 }
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"fp8_param_gather": True}, "leave out --fp8-param-gather"),
-        ({"fp4_param_gather": True}, "leave out --fp4-param-gather"),
-        ({"use_megatron_fsdp": True}, "Megatron-FSDP owns"),
-        ({"use_torch_fsdp2": True}, "FSDP2 owns"),
-        ({"qk_clip": True}, "leave out --qk-clip"),
-        ({"ckpt_convert_format": "torch"}, "convert in a run without streaming"),
-        ({"dist_ckpt_optim_fully_reshardable": True}, "in a format of its own"),
-        ({"ckpt_format": "torch"}, "use --ckpt-format torch_dist"),
-        ({"ckpt_format": "fsdp_dtensor"}, "use --ckpt-format torch_dist"),
-        ({"non_persistent_ckpt_type": "local"}, "use global"),
-        (
-            {"stream_optimizer_state_to_disk": False, "stream_optimizer_state_dir": "/x"},
-            "--stream-optimizer-state-dir has no effect without",
-        ),
-    ],
-)
+REFUSED_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"fp8_param_gather": True}, "leave out --fp8-param-gather"),
+    ({"fp4_param_gather": True}, "leave out --fp4-param-gather"),
+    ({"use_megatron_fsdp": True}, "Megatron-FSDP owns"),
+    ({"use_torch_fsdp2": True}, "FSDP2 owns"),
+    ({"qk_clip": True}, "leave out --qk-clip"),
+    ({"ckpt_convert_format": "torch"}, "convert in a run without streaming"),
+    ({"dist_ckpt_optim_fully_reshardable": True}, "in a format of its own"),
+    ({"ckpt_format": "torch"}, "use --ckpt-format torch_dist"),
+    ({"ckpt_format": "fsdp_dtensor"}, "use --ckpt-format torch_dist"),
+    ({"non_persistent_ckpt_type": "local"}, "use global"),
+    (
+        {"stream_optimizer_state_to_disk": False, "stream_optimizer_state_dir": "/x"},
+        "--stream-optimizer-state-dir has no effect without",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED_ARGUMENTS)
 def test_an_argument_that_would_read_evicted_state_is_refused(
     changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match="--stream-optimizer-state") as caught:
-        arguments.validate_arguments(SimpleNamespace(**(ARGUMENTS | changes)))
-
-    assert message in str(caught.value)
+    assert message in arguments_refusal(changes)
 
 
 @pytest.mark.parametrize("on", [True, False])

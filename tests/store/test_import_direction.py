@@ -17,6 +17,7 @@ RANKS = [
     {"state_file", "rank_directory"},
     {"io_engine", "staging"},
     {"fingerprint", "agreement"},
+    {"optimizer_state"},
     {"bucket_optimizer"},
     {"pipeline"},
     {"checkpoint"},

@@ -10,12 +10,13 @@ from megatron.core.optimizer.nvme_state_store.layout import (
     ALIGN_BYTES,
     ALIGN_NUMEL,
     FLOAT32_BYTES,
-    SEGMENTS,
     Layout,
     make_layout,
     round_up,
 )
 
+STATES = ((), ("exp_avg",), ("exp_avg", "exp_avg_sq"))
+"""Keys of SGD without momentum, Lion and Adam."""
 CASES: list[tuple[Sequence[int], int]] = [
     ([], 100),
     ([0], 100),
@@ -43,7 +44,7 @@ CASES += [
 @pytest.fixture(params=CASES, ids=str)
 def case(request: pytest.FixtureRequest) -> tuple[Sequence[int], int, Layout]:
     numels, cap = request.param
-    return numels, cap, make_layout(numels, cap)
+    return numels, cap, make_layout(numels, cap, STATES[len(numels) % 3])
 
 
 def test_every_element_lies_in_exactly_one_slice(case: tuple[Sequence[int], int, Layout]) -> None:
@@ -91,14 +92,14 @@ def test_extents_fill_the_file_without_gap(case: tuple[Sequence[int], int, Layou
         assert bucket.offset == end
         assert bucket.segment_nbytes % ALIGN_BYTES == 0
         assert bucket.segment_nbytes >= bucket.numel * FLOAT32_BYTES
-        end += bucket.segment_nbytes * len(SEGMENTS)
+        end += bucket.segment_nbytes * len(layout.segments)
     assert layout.nbytes == end
     assert layout.file_nbytes == max(end, ALIGN_BYTES)
 
 
 def test_an_entry_that_fits_one_bucket_is_cut_only_at_its_border() -> None:
     """Buckets are filled: only the last one may have room left."""
-    layout = make_layout([100, 300, 50, 700], 256)
+    layout = make_layout([100, 300, 50, 700], 256, ())
 
     used = [round_up(bucket.numel, ALIGN_NUMEL) for bucket in layout.buckets]
     assert used[:-1] == [256] * (len(used) - 1)
@@ -106,11 +107,31 @@ def test_an_entry_that_fits_one_bucket_is_cut_only_at_its_border() -> None:
 
 def test_same_sizes_give_the_same_layout() -> None:
     """A checkpoint's layout can be compared with this run's."""
-    assert make_layout([100, 300], 256) == make_layout([100, 300], 256)
+    assert make_layout([100, 300], 256, ["a"]) == make_layout([100, 300], 256, ["a"])
+
+
+@pytest.mark.parametrize("keys", STATES, ids=len)
+def test_a_bucket_has_the_main_params_and_each_state_tensor(keys: tuple[str, ...]) -> None:
+    """One, two or three segments; nothing else of the layout depends on them."""
+    layout = make_layout([100, 5000], 1024, keys)
+    bare = make_layout([100, 5000], 1024, ())
+
+    assert layout.segments == ("main", *keys)
+    assert layout.nbytes == (1 + len(keys)) * bare.nbytes
+    assert layout.slot_nbytes == (1 + len(keys)) * bare.slot_nbytes
+    assert layout.slot_numel == bare.slot_numel
+    assert [b.slices for b in layout.buckets] == [b.slices for b in bare.buckets]
+
+
+@pytest.mark.parametrize("keys", [("main",), ("exp_avg", "exp_avg")])
+def test_a_name_is_that_of_one_segment(keys: tuple[str, ...]) -> None:
+    """Else one would hide the other."""
+    with pytest.raises(ValueError, match="names of their own"):
+        make_layout([1], 64, keys)
 
 
 @pytest.mark.parametrize(("numels", "cap"), [([1], 0), ([1], -5), ([-1], 10)])
 def test_negative_sizes_are_refused(numels: list[int], cap: int) -> None:
     """A wrong argument does not become a wrong layout."""
     with pytest.raises(ValueError, match="must not be negative"):
-        make_layout(numels, cap)
+        make_layout(numels, cap, ())

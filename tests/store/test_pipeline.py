@@ -13,7 +13,7 @@ from megatron.core.optimizer.nvme_state_store.state_file import StateFile
 
 from tests.store.failing_file import HandEngine, HandTicket
 
-LAYOUT = make_layout([100, 300], 128)
+LAYOUT = make_layout([100, 300], 128, ("exp_avg", "exp_avg_sq"))
 
 
 class Staging:

@@ -1,4 +1,4 @@
-"""Optimizer state (FP32 main params and moments) on node-local NVMe, streamed through the step.
+"""Optimizer state (FP32 main params, moments) on node-local NVMe, streamed through the step.
 
 Modules by rank; each imports only from the ranks above it, and only the adapters import Megatron:
 
@@ -6,6 +6,7 @@ Modules by rank; each imports only from the ranks above it, and only the adapter
     state_file, rank_directory one preallocated file; a private, locked directory for it
     io_engine, staging         reads and writes with tickets; host and device slots
     fingerprint, agreement     has a shard changed; do all ranks agree that nothing failed
+    optimizer_state            what state a class keeps of a param, found by asking it
     bucket_optimizer           the update of one resident bucket by Megatron's own optimizer
     pipeline                   the order of a step: read, upload, update, publish, download, write
     checkpoint                 durable snapshot and restore

@@ -33,7 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-# Argument, value that is refused (None: any that is set), why, and what to do instead.
+# Argument, why it is refused, and what to do instead. What they must be called upstream:
+# Tripwire: ../../transformer/transformer_config.py::TransformerConfig.qk_clip
+# Tripwire: ../../../training/config/training_config.py::CheckpointConfig.ckpt_convert_format
+# Tripwire: ../../../training/config/training_config.py::CheckpointConfig.dist_ckpt_optim_fully_reshardable
+# Tripwire: ../../../training/arguments.py::validate_args@args.fp8_param_gather,args.fp4_param_gather
 _REFUSED: tuple[tuple[str, str, str], ...] = (
     (
         "fp8_param_gather",
@@ -78,7 +82,7 @@ def validate_arguments(args: Any) -> None:
             raise ValueError(f"--stream-optimizer-state-dir has no effect without {_ON}")
         return
     for name, reason, cure in _REFUSED:
-        if getattr(args, name, None):
+        if getattr(args, name):
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{_ON} cannot be used with {flag}: {reason}; {cure}")
     if args.ckpt_format != "torch_dist":

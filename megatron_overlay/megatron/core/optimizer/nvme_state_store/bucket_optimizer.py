@@ -1,9 +1,9 @@
 """The update of one resident bucket by the very optimizer Megatron picked.
 
-Whatever class that is (Transformer Engine's or Apex's FusedAdam, torch's Adam or AdamW), the bucket
-is updated by its own `step`, on a shallow copy whose param groups and state hold the bucket's
-slices. So the arithmetic is the class's, and every key of the master groups (lr, betas, what a
-subclass adds) is honoured, because the copies are made from the master groups at every step.
+Whatever class that is (Transformer Engine's or Apex's FusedAdam, torch's Adam or AdamW, Lion), the
+bucket is updated by its own `step`, on a shallow copy whose param groups and state hold the
+bucket's slices. So the arithmetic is the class's, and every key of the master groups (lr, betas,
+what a subclass adds) is honoured, because the copies are made from the master groups at every step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from .errors import StateStoreError
+from .optimizer_state import StateKeys, shallow_copy
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class ResidentSlice:
         group: index of its master param group.
         main: main params.
         grad: their gradient.
-        moments: by the names in `MOMENTS`.
+        moments: the state's tensors, by the keys in `StateKeys.tensors`.
     """
 
     group: int
@@ -34,43 +35,51 @@ class ResidentSlice:
     moments: dict[str, torch.Tensor]
 
 
-def shallow_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return an optimizer with the same attributes.
-
-    `copy.copy` would go through `Optimizer.__getstate__`, which drops all that a subclass adds.
-    """
-    copy: torch.optim.Optimizer = object.__new__(type(optimizer))
-    copy.__dict__.update(optimizer.__dict__)
-    return copy
-
-
 def update_slices(
-    optimizer: torch.optim.Optimizer, slices: Sequence[ResidentSlice], step: int
+    optimizer: torch.optim.Optimizer,
+    keys: StateKeys,
+    slices: Sequence[ResidentSlice],
+    step: int,
 ) -> None:
     """Update resident slices by one step of ``optimizer``'s class.
 
     Args:
         optimizer: the master: its groups give the hyperparameters, its own state is not touched.
+        keys: what state the class keeps.
         slices: what to update; every slice has a gradient.
         step: number of steps already made: the counter of the bias correction before this one.
+
+    Raises:
+        StateStoreError: the class made state that it did not make when it was asked at the start.
     """
     stepper = shallow_copy(optimizer)
     stepper.state = defaultdict(dict)
     # A counter in the groups (FusedAdam) and one in each state (torch) say the same.
     stepper.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
-    for group in stepper.param_groups:
-        if step:
-            group["step"] = step
-        else:
-            group.pop("step", None)
+    keys.count_in_groups(stepper.param_groups, step)
+    params = []
     for resident in slices:
         param = torch.nn.Parameter(resident.main, requires_grad=False)
         param.grad = resident.grad
         stepper.param_groups[resident.group]["params"].append(param)
-        stepper.state[param] = dict(resident.moments)
-        if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-            stepper.state[param]["step"] = torch.tensor(float(step))
+        params.append(param)
+        if step or not keys.is_lazy:
+            stepper.state[param] = {**resident.moments, **keys.counters(step)}
     stepper.step()
+    for param, resident in zip(params, slices, strict=True):
+        _keep(stepper.state.get(param, {}), resident, type(optimizer).__name__)
+
+
+def _keep(state: dict[str, object], resident: ResidentSlice, name: str) -> None:
+    """Take over tensors that the class made or replaced instead of changing them in place."""
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        ours = resident.moments.get(key)
+        if ours is not None and ours is not value:
+            ours.copy_(value)
+        elif ours is None and value.dim() > 0:
+            raise StateStoreError(f"{name} made a state tensor {key}, which is not streamed")
 
 
 def update_params(

@@ -114,6 +114,12 @@ class StreamedChainedOptimizer(ChainedOptimizer):
                 error = error or caught
         self._agree(error)
 
+    def _synchronize_steps(self) -> None:
+        """Nothing to align: each store shows its one counter in all groups of its optimizer.
+
+        Upstream's would fail at a child without params (a frozen dense model whose experts train).
+        """
+
     def save_stores(self, base_dir: Path) -> None:
         """Save every store below ``base_dir``.
 
@@ -149,7 +155,7 @@ class StreamedChainedOptimizer(ChainedOptimizer):
         if not any(flags):
             raise ValueError(
                 f"{base_dir}: the checkpoint holds no streamed optimizer state: load it with "
-                "--no-load-optim to start Adam afresh from its weights, or without "
+                "--no-load-optim to start afresh from its weights, or without "
                 "--stream-optimizer-state-to-disk"
             )
         if not all(flags) or len({save for _, saves in by_rank.values() for save in saves}) > 1:

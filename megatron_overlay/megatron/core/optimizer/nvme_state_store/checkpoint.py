@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import StateStoreError
-from .layout import SEGMENTS, Layout
+from .layout import Layout
 from .state_file import StateFile
 
 FORMAT = 1
@@ -55,6 +55,7 @@ class Manifest:
     Attributes:
         generation: number of the save, the same on all ranks.
         step: optimizer steps that its state has seen.
+        segments: main params and the keys of the optimizer's state: what each bucket holds.
         entries: the shards, in layout order.
         buckets: (offset, numel, crc32 of the extent) of each bucket.
         resident: crc32 of the file of resident state, or None if there is none.
@@ -175,7 +176,7 @@ def prepare_snapshot(
         format=FORMAT,
         generation=generation,
         step=step,
-        segments=SEGMENTS,
+        segments=layout.segments,
         entries=tuple(entries),
         buckets=(),
         resident=None if resident is None else zlib.crc32(resident),
@@ -296,9 +297,11 @@ def load_snapshot(
 def _check_same(
     directory: Path, manifest: Manifest, layout: Layout, entries: Sequence[EntryRecord]
 ) -> None:
-    if manifest.segments != SEGMENTS:
+    if manifest.segments != layout.segments:
         raise StateStoreError(
-            f"{directory}: holds {', '.join(manifest.segments)}, expected {', '.join(SEGMENTS)}"
+            f"{directory}: holds {', '.join(manifest.segments)}, expected "
+            f"{', '.join(layout.segments)}: it was saved with another optimizer; load it with the "
+            "same --optimizer, or with --no-load-optim to start afresh from its weights"
         )
     if manifest.entries != tuple(entries):
         ours, theirs = set(entries), set(manifest.entries)

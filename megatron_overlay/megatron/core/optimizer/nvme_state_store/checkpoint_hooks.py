@@ -33,6 +33,6 @@ def load_streamed_state(optimizer: Any, checkpoint_name: str) -> None:
     elif directory.is_dir():
         raise ValueError(
             f"{checkpoint_name}: the optimizer state was streamed ({DIRECTORY}/): load it with "
-            "--stream-optimizer-state-to-disk, or with --no-load-optim to start Adam afresh from "
+            "--stream-optimizer-state-to-disk, or with --no-load-optim to start afresh from "
             "its weights"
         )

@@ -92,6 +92,16 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
 )
 
 
+# Tripwire: ../__init__.py::_get_megatron_emerging_optimizer
+# Tripwire: ../distrib_optimizer.py::DistributedOptimizer.__init__
+_REFUSED_OPTIMIZERS = {
+    "sgd": "Megatron's distributed optimizer itself refuses it, since it could not be checkpointed",
+    "lion": "Megatron runs it under the layer-wise optimizer, which is not streamed yet",
+}
+_WHOLE_MATRICES = "whole-matrix optimizers are not streamed yet"
+"""Why all the others are refused."""
+
+
 def validate_optimizer_config(config: Any) -> None:
     """Check an ``OptimizerConfig``; called at the end of its ``__post_init__``.
 
@@ -112,12 +122,13 @@ def validate_optimizer_config(config: Any) -> None:
             "whole FP32 state is on the GPU during construction"
         )
     store_config(config)
+    if config.optimizer != "adam":
+        reason = _REFUSED_OPTIMIZERS.get(config.optimizer, _WHOLE_MATRICES)
+        raise ValueError(
+            f"{_ON} cannot be used with --optimizer {config.optimizer}: {reason}; use adam"
+        )
     if not config.use_distributed_optimizer:
         raise ValueError(f"{_ON} needs the distributed optimizer: add --use-distributed-optimizer")
-    if config.optimizer != "adam":
-        raise ValueError(
-            f"{_ON} streams Adam's state so far, got --optimizer {config.optimizer}: use adam"
-        )
     if not (config.bf16 or config.fp16):
         raise ValueError(
             f"{_ON} needs 16-bit params: with FP32 params there are no main params to stream; add "

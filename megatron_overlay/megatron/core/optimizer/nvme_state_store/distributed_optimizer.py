@@ -1,25 +1,29 @@
-"""`DistributedOptimizer` whose FP32 main params and moments live in a state store."""
+"""`DistributedOptimizer` whose FP32 main params and state live in a state store."""
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..distrib_optimizer import DistributedOptimizer
-from .bucket_optimizer import shallow_copy
 from .checkpoint import EntryRecord
 from .config import store_config
 from .errors import StateStoreError
 from .model_shards import Entry
+from .optimizer_state import shallow_copy
 from .resident import Resident
 from .store import OptimizerStateStore
 
 MARKER = "nvme_state_store"
 FORMAT = {"format": 1}
 """What stands in a checkpoint in the place of the optimizer's tensors."""
+_SCALER = "grad_scaler"
+
+logger = logging.getLogger(__name__)
 
 
 class _StreamingStep:
@@ -84,8 +88,11 @@ class StreamedDistributedOptimizer(DistributedOptimizer):
         self._step_error: StateStoreError | None = None
         if self.is_stub_optimizer:
             return
+        # Tripwire: ../../distributed/distributed_data_parallel_config.py::DistributedDataParallelConfig.fp8_param_gather
+        # Tripwire: ../../distributed/distributed_data_parallel_config.py::DistributedDataParallelConfig.fp4_param_gather
+        # Tripwire: ../../distributed/distributed_data_parallel_config.py::DistributedDataParallelConfig.use_megatron_fsdp
         for name in ("fp8_param_gather", "fp4_param_gather", "use_megatron_fsdp"):
-            if getattr(self.ddp_config, name, False):
+            if getattr(self.ddp_config, name):
                 raise ValueError(
                     f"--stream-optimizer-state-to-disk cannot be used with {name}: it reads all "
                     f"main params at once; leave it out"
@@ -100,6 +107,7 @@ class StreamedDistributedOptimizer(DistributedOptimizer):
             self.data_parallel_group,
             torch.device("cuda", torch.cuda.current_device()),
             name="optimizer0",
+            init_state_fn=self.init_state_fn,
         )
         self.optimizer = _StreamingStep(master, self._nvme_state_store.step)
 
@@ -228,15 +236,18 @@ class StreamedDistributedOptimizer(DistributedOptimizer):
         return view
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the format marker; the state itself is saved by the checkpoint hooks."""
-        return {MARKER: dict(FORMAT)}
+        """Return format marker and loss scaler; the rest is saved by the checkpoint hooks."""
+        content: dict[str, Any] = {MARKER: dict(FORMAT)}
+        if self.grad_scaler is not None:
+            content[_SCALER] = self.grad_scaler.state_dict()
+        return content
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the format marker; the state itself is saved by the checkpoint hooks."""
-        return {MARKER: dict(FORMAT)}
+        """Return what `state_dict` does: it is the same on all ranks."""
+        return self.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Check the format marker; the state itself is loaded by the checkpoint hooks.
+        """Check the format marker, load the loss scaler; the hooks load the rest.
 
         Raises:
             ValueError: the checkpoint is not one of a streamed optimizer.
@@ -245,8 +256,14 @@ class StreamedDistributedOptimizer(DistributedOptimizer):
             raise ValueError(
                 "the checkpoint holds no streamed optimizer state (marker "
                 f"{state_dict.get(MARKER)}, expected {FORMAT}): load it with --no-load-optim to "
-                "start Adam afresh from its weights, or without --stream-optimizer-state-to-disk"
+                "start afresh from its weights, or without --stream-optimizer-state-to-disk"
             )
+        if self.grad_scaler is None:
+            return
+        if _SCALER in state_dict:
+            self.grad_scaler.load_state_dict(state_dict[_SCALER])
+        else:
+            logger.warning("the checkpoint holds no state of the loss scaler: it starts afresh")
 
     save_parameter_state = _refuse("save_parameter_state")
     load_parameter_state = _refuse("load_parameter_state")

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from .bucket_optimizer import MOMENTS, ResidentSlice
+from .bucket_optimizer import ResidentSlice
 from .checkpoint import EntryRecord
 from .errors import StateStoreError
 from .fingerprint import fingerprint
-from .layout import SEGMENTS, Bucket
+from .layout import MAIN, Bucket
 from .staging import DeviceSlot
-
-MAIN = SEGMENTS.index("main")
 
 CopyFn = Callable[[int, int, torch.Tensor], None]
 """``copy_fn(entry, start, out)`` fills ``out`` (FP32, flat, on the device) with the elements
@@ -97,8 +95,9 @@ class ModelShards:
                     main=device.segment(bucket, MAIN)[where],
                     grad=entry.main.grad.view(-1)[piece.start : piece.start + piece.numel],
                     moments={
-                        name: device.segment(bucket, SEGMENTS.index(name))[where]
-                        for name in MOMENTS
+                        name: device.segment(bucket, index)[where]
+                        for index, name in enumerate(device.segments)
+                        if index != MAIN
                     },
                 )
             )

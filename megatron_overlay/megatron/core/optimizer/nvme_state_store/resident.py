@@ -10,6 +10,7 @@ import torch
 
 from .checkpoint import EntryRecord
 from .errors import StateStoreError
+from .optimizer_state import StateKeys
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,10 @@ def resident_state(optimizer: torch.optim.Optimizer, residents: Sequence[Residen
 
 
 def set_resident_state(
-    optimizer: torch.optim.Optimizer, residents: Sequence[Resident], content: bytes | None
+    optimizer: torch.optim.Optimizer,
+    keys: StateKeys,
+    residents: Sequence[Resident],
+    content: bytes | None,
 ) -> None:
     """Restore what `resident_state` returned.
 
@@ -55,11 +59,12 @@ def set_resident_state(
     for resident, (_, _, _, param, state) in zip(residents, saved, strict=True):
         resident.param.data.copy_(param)
         optimizer.state[resident.param] = {
-            key: value.to(resident.param.device) if _lives_on_device(key, value) else value
+            key: value.to(_device(key, keys, resident)) if torch.is_tensor(value) else value
             for key, value in state.items()
         }
 
 
-def _lives_on_device(key: str, value: object) -> bool:
-    """Torch keeps its step counters on the host, and wants them there."""
-    return isinstance(value, torch.Tensor) and key != "step"
+def _device(key: str, keys: StateKeys, resident: Resident) -> torch.device:
+    """Return where a class wants a tensor of its state: torch has its counters on the host."""
+    counter = keys.param_counters.get(key)
+    return counter.device if torch.is_tensor(counter) else resident.param.device

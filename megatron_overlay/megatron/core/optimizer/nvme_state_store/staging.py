@@ -3,11 +3,13 @@
 Peak memory is a formula of the layout (invariant 9):
 
     pinned host   `slot_nbytes`                    bytes, for the lifetime of the store
-    device        3 * 4 * `slot_numel`             bytes, during a step, refresh or load
+    device        4 * `slot_numel`                 bytes for each segment, during a step, refresh
+                                                   or load
                   + 3 * `slot_numel`               during a load, to compare with the model
                   + 12 * `PIECE_NUMEL` (50 MB)     for the fingerprints
                   + what the inner optimizer allocates for one bucket (torch's AdamW: 4 *
-                  `slot_numel`; Transformer Engine's FusedAdam: nothing)
+                  `slot_numel`; Transformer Engine's FusedAdam: nothing; what makes its state
+                  itself, that state once more in the first step)
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from contextlib import contextmanager
 
 import torch
 
-from .layout import SEGMENTS, Bucket, Layout
+from .layout import Bucket, Layout
 
 
 class HostSlot:
@@ -54,25 +56,30 @@ class DeviceSlot:
     Args:
         layout: sizes the slot by its largest bucket.
         device: where the model is.
+
+    Attributes:
+        segments: their names, in the order of the layout.
     """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
-        self._segments = [
-            torch.zeros(layout.slot_numel, dtype=torch.float32, device=device) for _ in SEGMENTS
+        self.segments = layout.segments
+        self._tensors = [
+            torch.zeros(layout.slot_numel, dtype=torch.float32, device=device)
+            for _ in layout.segments
         ]
 
     def segment(self, bucket: Bucket, index: int) -> torch.Tensor:
         """Return one segment, shape (bucket.numel,), FP32."""
-        return self._segments[index][: bucket.numel]
+        return self._tensors[index][: bucket.numel]
 
     def upload(self, bucket: Bucket, host: HostSlot) -> None:
         """Copy the bucket from the host slot, in order of the current stream."""
-        for index in range(len(SEGMENTS)):
+        for index in range(len(self.segments)):
             self.segment(bucket, index).copy_(host.segment(bucket, index), non_blocking=True)
 
     def download(self, bucket: Bucket, host: HostSlot) -> None:
         """Copy the bucket into the host slot and wait until it has arrived."""
-        for index in range(len(SEGMENTS)):
+        for index in range(len(self.segments)):
             host.segment(bucket, index).copy_(self.segment(bucket, index), non_blocking=True)
         torch.cuda.current_stream().synchronize()
 
@@ -96,4 +103,4 @@ def device_slot(layout: Layout, device: torch.device) -> Iterator[DeviceSlot]:
         yield slot
     finally:
         # Also after an error, whose traceback would keep the memory alive.
-        slot._segments.clear()
+        slot._tensors.clear()

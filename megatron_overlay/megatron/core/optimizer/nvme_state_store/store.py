@@ -20,8 +20,9 @@ from .bucket_optimizer import update_params, update_slices
 from .config import StoreConfig
 from .errors import StateFileError, StateStoreError
 from .io_engine import IoCounters, SyncEngine
-from .layout import SEGMENTS, Bucket, Layout, make_layout
-from .model_shards import MAIN, CopyFn, Entry, ModelShards
+from .layout import MAIN, Bucket, Layout, make_layout
+from .model_shards import CopyFn, Entry, ModelShards
+from .optimizer_state import InitStateFn, discover_state
 from .pipeline import run_step
 from .rank_directory import RankDirectory
 from .resident import Resident, resident_state, set_resident_state
@@ -49,7 +50,7 @@ class State(enum.Enum):
 
 
 class OptimizerStateStore:
-    """FP32 main params and Adam moments of one optimizer, in a file of this rank.
+    """FP32 main params and optimizer state of one optimizer, in a file of this rank.
 
     The four methods that frameworks drive are `step`, `refresh_main_from_model_params`, `save_to`
     and `load_from`. Each is collective over ``group``: if it fails on one rank it raises the same
@@ -58,6 +59,8 @@ class OptimizerStateStore:
     Attributes:
         steps: optimizer steps made, also in runs before.
         generation: the save that was saved or loaded last.
+        keys: what state the optimizer's class keeps.
+        layout: where it lies in the file.
 
     Args:
         config: validated settings.
@@ -68,6 +71,10 @@ class OptimizerStateStore:
         group: the ranks that must agree (those that gather params from each other).
         device: where the model is.
         name: names this store among those of its rank; the same in every run of one topology.
+        init_state_fn: upstream's, if it has one for this class.
+
+    Raises:
+        ValueError: the class keeps state that does not stream.
     """
 
     def __init__(
@@ -79,14 +86,16 @@ class OptimizerStateStore:
         group: dist.ProcessGroup | None,
         device: torch.device,
         name: str,
+        init_state_fn: InitStateFn | None = None,
     ) -> None:
         self.name = name
         self.steps = 0
         self.generation = ""
         self.entries = tuple(entries)
         self.resident = tuple(resident)
+        self.keys = discover_state(optimizer, device, init_state_fn)
         self.layout: Layout = make_layout(
-            [entry.record.numel for entry in self.entries], config.bucket_numel
+            [entry.record.numel for entry in self.entries], config.bucket_numel, self.keys.tensors
         )
         self._config = config
         self._optimizer = optimizer
@@ -113,7 +122,7 @@ class OptimizerStateStore:
     # ------------------------------------------------------------------------- the life of a store
 
     def initialize_main_from_model_params(self) -> int:
-        """Reserve the disk and fill the main params from the 16-bit shards; moments are zero.
+        """Reserve the disk and fill the main params from the 16-bit shards; all else is zero.
 
         Returns:
             Bytes written.
@@ -137,10 +146,11 @@ class OptimizerStateStore:
         self._state = State.READY
         logger.info(
             "NVMe optimizer state store: %d buckets, %.3f GB disk, 0 GB host, 0 GB device at %s "
-            "(main fp32, moments fp32, io buffered)",
+            "(main fp32, moments %s, io buffered)",
             len(self.layout.buckets),
             self.layout.nbytes / 1e9,
             self._directory.path,
+            "fp32" if self.keys.tensors else "none",
         )
         logger.info(
             "NVMe optimizer main-param initialization: %.3f GB in %.2fs",
@@ -220,7 +230,7 @@ class OptimizerStateStore:
     def refresh_main_from_model_params(self, copy_fn: CopyFn | None = None) -> None:
         """Overwrite the main params, one bucket at a time, after the model params were replaced.
 
-        Moments and the step counter stay, as in upstream's `reload_model_params`.
+        The optimizer's state and step counter stay, as in upstream's `reload_model_params`.
 
         Args:
             copy_fn: gives more precise values than the 16-bit shards hold; None takes the shards.
@@ -329,7 +339,7 @@ class OptimizerStateStore:
             )
             self._open_file().sync()
             self._open_file().drop_page_cache()
-            set_resident_state(self._optimizer, self.resident, resident)
+            set_resident_state(self._optimizer, self.keys, self.resident, resident)
             self._set_steps(manifest.step)
             self.generation = manifest.generation
             self._compare_with_model()
@@ -348,17 +358,18 @@ class OptimizerStateStore:
         return True
 
     def read_entry(self, index: int) -> dict[str, torch.Tensor]:
-        """Return an entry's main params and moments, FP32 on the host: for tests and tools."""
+        """Return an entry's segments by name, FP32 on the host, flat: for tests and tools."""
         self._require(State.READY)
         numel = self.entries[index].record.numel
-        result = {name: torch.empty(numel, dtype=torch.float32) for name in SEGMENTS}
+        segments = self.layout.segments
+        result = {name: torch.empty(numel, dtype=torch.float32) for name in segments}
         for bucket in self.layout.buckets:
             mine = [piece for piece in bucket.slices if piece.entry == index]
             if not mine:
                 continue
             self._engine.read(self._open_file(), bucket.offset, self._host.extent(bucket)).wait()
             for piece in mine:
-                for position, name in enumerate(SEGMENTS):
+                for position, name in enumerate(segments):
                     segment = self._host.segment(bucket, position)
                     result[name][piece.start : piece.start + piece.numel] = segment[
                         piece.offset : piece.offset + piece.numel
@@ -369,7 +380,8 @@ class OptimizerStateStore:
 
     def _update(self, bucket: Bucket, device: DeviceSlot) -> None:
         self._shards.check(bucket)
-        update_slices(self._optimizer, self._shards.slices(bucket, device), self.steps)
+        slices = self._shards.slices(bucket, device)
+        update_slices(self._optimizer, self.keys, slices, self.steps)
 
     def _write_mains(self, copy_fn: CopyFn | None) -> int:
         """Fill and write the main segment of every bucket; returns the bytes written."""
@@ -395,12 +407,7 @@ class OptimizerStateStore:
     def _set_steps(self, steps: int) -> None:
         """Set the one step counter; groups show it, also those of which this rank has no part."""
         self.steps = steps
-        if not isinstance(self._optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-            for group in self._optimizer.param_groups:
-                if steps:
-                    group["step"] = steps
-                else:
-                    group.pop("step", None)
+        self.keys.count_in_groups(self._optimizer.param_groups, steps)
 
     # ------------------------------------------------------------------------- states and failures
 

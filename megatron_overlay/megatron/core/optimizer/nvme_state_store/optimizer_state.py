@@ -1,0 +1,187 @@
+"""What state an optimizer's class keeps of a param: found by letting the class make it.
+
+No class is named here. A shallow copy of the master steps once on a tiny param, and whatever it
+then holds is sorted: FP32 tensors of the param's shape stream, one segment each; numbers are step
+counters, in each param's state (torch's Adam) or in the param group (FusedAdam). State of any
+other kind would be lost between two steps, so it is refused before any file is made.
+
+[Note: The first step]
+A class that finds no state may do something else than with zeros: torch's SGD copies the gradient
+into its momentum instead of decaying and adding. Only upstream's ``init_state_fn`` vouches that
+zeros are the same. What it does not make, the class gets to make itself, in the first step of each
+slice (`StateKeys.is_lazy`); in the file it is zeros until then. The one step counter of the store
+says whether that step is still to come, so also after skipped steps, and after a load.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+PROBE_SHAPE = (64,)
+
+InitStateFn = Callable[[torch.optim.Optimizer], Any]
+"""Upstream's ``init_state_fn``: makes the state of all params, without a step."""
+
+
+def shallow_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an optimizer with the same attributes.
+
+    `copy.copy` would go through `Optimizer.__getstate__`, which drops all that a subclass adds.
+    """
+    copy: torch.optim.Optimizer = object.__new__(type(optimizer))
+    copy.__dict__.update(optimizer.__dict__)
+    return copy
+
+
+@dataclass(frozen=True)
+class StateKeys:
+    """What an optimizer keeps besides the params.
+
+    Attributes:
+        tensors: keys of a param's state that are FP32 tensors of its shape: what streams.
+        param_counters: keys of a param's state that count steps, each with its value after one
+            step, which tells the type, dtype and device of any other value.
+        group_counters: keys of a param group that count steps.
+        is_lazy: the class must make its tensors itself, in the first step: see
+            [Note: The first step].
+    """
+
+    tensors: tuple[str, ...] = ()
+    param_counters: Mapping[str, Any] = field(default_factory=dict)
+    group_counters: tuple[str, ...] = ()
+    is_lazy: bool = False
+
+    def counters(self, step: int) -> dict[str, Any]:
+        """Return the counters of a param's state after ``step`` steps."""
+        return {
+            key: torch.full_like(one, step) if isinstance(one, torch.Tensor) else type(one)(step)
+            for key, one in self.param_counters.items()
+        }
+
+    def count_in_groups(self, groups: Sequence[dict[str, Any]], step: int) -> None:
+        """Let param groups show ``step`` steps; before the first one they show nothing."""
+        for group in groups:
+            for key in self.group_counters:
+                if step:
+                    group[key] = step
+                else:
+                    group.pop(key, None)
+
+
+def discover_state(
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    init_state_fn: InitStateFn | None = None,
+    shape: tuple[int, ...] = PROBE_SHAPE,
+) -> StateKeys:
+    """Find out what state a class keeps, by one step with a zero gradient on a param of zeros.
+
+    Neither the master nor its params are touched.
+
+    Args:
+        optimizer: the master; each of its param groups is tried.
+        device: where the model is: a fused kernel may run nowhere else.
+        init_state_fn: upstream's, if there is one; tells which tensors may start as zeros.
+        shape: of the param that is tried; a class for matrices needs one.
+
+    Raises:
+        ValueError: the class keeps state that does not stream; the message names class and key.
+    """
+    name = type(optimizer).__name__
+    is_zero: dict[str, bool] = {}
+    if init_state_fn is not None:
+        probe = _probe(optimizer, device, shape)
+        init_state_fn(probe)
+        for key, value in _made(probe):
+            if _is_streamed(name, key, value, shape):
+                is_zero[key] = is_zero.get(key, True) and not bool(value.any())
+    probe = _probe(optimizer, device, shape)
+    try:
+        probe.step()
+    except KeyError as error:
+        raise ValueError(
+            f"--stream-optimizer-state-to-disk cannot be used with {name}: it makes its state "
+            f"{error} when it is constructed, for params as a whole"
+        ) from error
+    tensors: dict[str, None] = dict.fromkeys(is_zero)
+    counters: dict[str, Any] = {}
+    for key, value in _made(probe):
+        if _is_streamed(name, key, value, shape):
+            tensors.setdefault(key)
+        else:
+            counters.setdefault(key, value)
+    for key, value in counters.items():
+        _require_counter(f"state {key}", name, value)
+    return StateKeys(
+        tensors=tuple(tensors),
+        param_counters=counters,
+        group_counters=_group_counters(optimizer, probe),
+        is_lazy=not all(is_zero.get(key, False) for key in tensors),
+    )
+
+
+def _probe(
+    optimizer: torch.optim.Optimizer, device: torch.device, shape: tuple[int, ...]
+) -> torch.optim.Optimizer:
+    """Return a copy of the master with one param of zeros in each group, and no state."""
+    probe = shallow_copy(optimizer)
+    probe.state = defaultdict(dict)
+    probe.param_groups = []
+    for group in optimizer.param_groups:
+        zeros = torch.zeros(shape, dtype=torch.float32, device=device)
+        param = torch.nn.Parameter(zeros, requires_grad=False)
+        param.grad = torch.zeros_like(zeros)
+        probe.param_groups.append({**group, "params": [param]})
+    return probe
+
+
+def _made(probe: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    for group in probe.param_groups:
+        for param in group["params"]:
+            for key, value in probe.state.get(param, {}).items():
+                if value is not None:  # how some classes write "not yet"
+                    yield key, value
+
+
+def _is_streamed(name: str, key: str, value: Any, shape: tuple[int, ...]) -> bool:
+    """Tell a tensor that streams from a number; refuse every other tensor."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return False
+    if value.shape != shape or value.dtype != torch.float32:
+        raise ValueError(
+            f"--stream-optimizer-state-to-disk cannot be used with {name}: its state {key} has "
+            f"shape {tuple(value.shape)} and dtype {value.dtype} for a param of shape {shape}; "
+            f"what streams is {torch.float32} of the param's shape"
+        )
+    return True
+
+
+def _group_counters(
+    optimizer: torch.optim.Optimizer, probe: torch.optim.Optimizer
+) -> tuple[str, ...]:
+    """Return the keys of param groups that a step changes."""
+    found: dict[str, None] = {}
+    for before, after in zip(optimizer.param_groups, probe.param_groups, strict=True):
+        for key, value in after.items():
+            if key == "params" or (key in before and before[key] is value):
+                continue
+            if key not in before or bool(before[key] != value):
+                _require_counter(f"param group's {key}", type(optimizer).__name__, value)
+                found.setdefault(key)
+    return tuple(found)
+
+
+def _require_counter(what: str, name: str, value: Any) -> None:
+    """Refuse what is not the number of steps that were made: one."""
+    is_number = isinstance(value, (int, float)) or (torch.is_tensor(value) and value.numel() == 1)
+    if not is_number or float(value) != 1:
+        raise ValueError(
+            f"--stream-optimizer-state-to-disk cannot be used with {name}: its {what} is {value!r} "
+            "after one step; what can be kept are FP32 tensors of the param's shape and counters "
+            "of steps"
+        )
