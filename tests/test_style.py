@@ -17,7 +17,7 @@ BUILDTOOLS = [
     {"archive", "git", "patchfile", "pin", "dropped", "series", "record", "report"},
     {"apply", "overlay", "upstream", "history", "replay", "symbols", "statements"},
     {"tree", "releases", "edition", "upstreamdiff", "carry"},
-    {"environments", "manifest", "notice", "workspace", "edittree", "leans", "census"},
+    {"environments", "manifest", "notice", "workspace", "edittree", "leans", "tokens", "census"},
     {"authoring", "rebasestate", "rebaseend", "rebase", "evidence", "tripwires", "watch"},
     {"check", "doctor", "drift", "status", "wheel"},
     {"project"},

@@ -102,6 +102,16 @@ class Undeclared(importlib.abc.MetaPathFinder):
         if name.split(".")[0] in hidden:
             raise ModuleNotFoundError(f"undeclared dependency {name!r}", name=name)
 
+# Upstream also asks for versions: what is hidden is not installed.
+find = importlib.metadata.Distribution.from_name
+
+def from_name(name):
+    if dotless(name) not in declared:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return find(name)
+
+importlib.metadata.Distribution.from_name = staticmethod(from_name)
+
 def main():
     from tests import emulated_cuda
     emulated_cuda.install()
