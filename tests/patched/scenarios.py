@@ -379,13 +379,13 @@ PARALLELISM = [
         "ep2-tp2",
         4,
         [*gpt.BF16, *EP2, *TP2, "--sequence-parallel", "--expert-tensor-parallel-size", "1"],
-        shows="EP 2 with TP 2 and ETP 1",
+        shows="EP 2 with TP 2 and ETP 1 (sequence parallelism in name: the local spec has none)",
     ),
     Scenario(
         "etp2",
         4,
         [*gpt.BF16, *gpt.MOE, *TP2, "--sequence-parallel", "--expert-tensor-parallel-size", "2"],
-        shows="ETP 2 with TP 2",
+        shows="ETP 2 with TP 2 (likewise)",
     ),
     Scenario(
         "ep2-pp2",
