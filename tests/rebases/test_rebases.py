@@ -48,12 +48,16 @@ NODES = [
 ]
 """Parity for each kind of parallelism, a resume, and the guard of every hook."""
 
+_NORM = "0010-training-take-the-norm-of-streamed-main-params.patch: "
 ATTENTION = {
     # There is no _get_param_data yet: its lines stand twice in the function that later calls it.
     "0.18.2": [
-        "0010-training-take-the-norm-of-streamed-main-params.patch: "
-        "megatron/training/utils/common_utils.py: a hunk of _get_param_data now lies in "
-        "calc_params_l2_norm"
+        f"{_NORM}megatron/training/utils/common_utils.py: a hunk of _get_param_data now lies in "
+        "calc_params_l2_norm",
+        f"{_NORM}the resolution left out +"
+        f"{' ' * 20}# A streamed main param is on disk: one element, its norm, stands for it.",
+        f"{_NORM}the resolution left out +"
+        f"{' ' * 20}return getattr(param.main_param, 'nvme_l2_norm', param.main_param), True",
     ],
     "0.19.0": [],
 }
