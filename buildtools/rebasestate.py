@@ -10,7 +10,7 @@ from buildtools.console import BuildError
 from buildtools.releases import Target
 
 FORMAT = 1
-TODO = "todo"
+PENDING = "pending"
 DONE = "done"
 
 
@@ -21,7 +21,7 @@ class Step:
     Attributes:
         name: the patch.
         commit: its commit on the old pristine tree.
-        state: `TODO` or `DONE`.
+        state: `PENDING` or `DONE`.
         picked: its commit on the new tree, which may change nothing.
         by_hand: whether somebody resolved a conflict in it.
         because: why it is dropped, if somebody decided that.
@@ -29,7 +29,7 @@ class Step:
 
     name: str
     commit: str
-    state: str = TODO
+    state: str = PENDING
     picked: str = ""
     by_hand: bool = False
     because: str = ""

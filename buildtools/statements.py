@@ -21,7 +21,6 @@ from buildtools.symbols import (
     Definition,
     Function,
     bound_names,
-    dump,
     extent,
     header,
     is_compound,
@@ -60,7 +59,7 @@ class Statement:
 
 def own_text(node: ast.AST) -> str:
     """Return a statement as text, without the statements inside it."""
-    return header(node) if is_compound(node) else dump(node)
+    return header(node) if is_compound(node) else ast.dump(node)
 
 
 def first_line(node: ast.AST) -> str:
@@ -233,7 +232,7 @@ def parameter(definition: ast.AST, name: str) -> str | None:
         every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
         for argument in every:
             if argument.arg == name:
-                return dump(argument)
+                return ast.dump(argument)
     return None
 
 

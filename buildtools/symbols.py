@@ -37,11 +37,6 @@ def split_symbol(symbol: str) -> tuple[str, str]:
     return path, qualname
 
 
-def dump(node: ast.AST) -> str:
-    """Return the whole of a node as text, docstrings apart."""
-    return ast.dump(node)
-
-
 def header(node: ast.AST) -> str:
     """Return a statement as text without the statements inside it: ``if x:`` without its body."""
     fields = [
@@ -166,8 +161,8 @@ class Module:
     @staticmethod
     def _text(node: ast.AST) -> str:
         if not isinstance(node, ast.ClassDef):
-            return dump(node)
-        fields = [dump(item) for item in node.body if not isinstance(item, Definition)]
+            return ast.dump(node)
+        fields = [ast.dump(item) for item in node.body if not isinstance(item, Definition)]
         return "\n".join([header(node), *fields])
 
     def source(self, qualname: str) -> str | None:
@@ -232,14 +227,11 @@ class Sources(Mapping[str, bytes]):
 
     Args:
         files: content by path.
-        parsed: modules of the same content that another tree has parsed already.
     """
 
-    def __init__(
-        self, files: Mapping[str, bytes], parsed: Mapping[str, Module] | None = None
-    ) -> None:
+    def __init__(self, files: Mapping[str, bytes]) -> None:
         self._files = dict(files)
-        self._modules: dict[str, Module | None] = dict(parsed or {})
+        self._modules: dict[str, Module | None] = {}
 
     @classmethod
     def of_directory(cls, root: Path, paths: Iterable[str]) -> Sources:
@@ -254,13 +246,6 @@ class Sources(Mapping[str, bytes]):
 
     def __len__(self) -> int:
         return len(self._files)
-
-    def replacing(self, path: str, content: bytes) -> Sources:
-        """Return the tree with another content of one file; the other files stay parsed."""
-        parsed = {
-            known: module for known, module in self._modules.items() if module and known != path
-        }
-        return Sources({**self._files, path: content}, parsed)
 
     def module(self, path: str) -> Module | None:
         """Return the parsed file, or None if it is missing, no Python, or not parsable."""
@@ -397,4 +382,4 @@ def _shape(node: Function) -> tuple[int, tuple[type[ast.stmt], ...]]:
 
 
 def _body(node: Function) -> str:
-    return "\n".join([dump(node.args), *map(dump, node.body)])
+    return "\n".join([ast.dump(node.args), *map(ast.dump, node.body)])

@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from buildtools.paths import ROOT, cache_dir, scratch_dir, swap_in
-
-
-def _build(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "build.py"), *arguments],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+from buildtools.paths import cache_dir, scratch_dir, swap_in
+from tests.buildtools.command import build_py
 
 
 def test_check_passes_on_this_repository() -> None:
-    done = _build("check")
+    done = build_py("check")
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("OK: 0.19.2+nvme.1: ")
 
 
 def test_check_needs_no_git(tmp_path: Path) -> None:
-    done = _build("check", PATH=str(tmp_path))
+    done = build_py("check", PATH=str(tmp_path))
 
     assert done.returncode == 0, done.stderr
     assert "warning: git was not found" in done.stderr
 
 
 def test_tree_needs_git_or_the_other_engine(tmp_path: Path) -> None:
-    done = _build("tree", "--output", str(tmp_path / "tree"), PATH=str(tmp_path))
+    done = build_py("tree", "--output", str(tmp_path / "tree"), PATH=str(tmp_path))
 
     assert done.returncode == 1
     assert "git was not found: install it, or use --engine python-patch" in done.stderr
@@ -47,7 +35,7 @@ def test_tree_needs_git_or_the_other_engine(tmp_path: Path) -> None:
 def test_tree_does_not_replace_a_directory_of_the_users(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("x")
 
-    done = _build("tree", "--output", str(tmp_path))
+    done = build_py("tree", "--output", str(tmp_path))
 
     assert done.returncode == 1
     assert "exists; name a directory that does not" in done.stderr
@@ -56,11 +44,11 @@ def test_tree_does_not_replace_a_directory_of_the_users(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [["frobnicate"], [], ["tree", "--engine", "sed"]])
 def test_wrong_usage_is_status_2(arguments: list[str]) -> None:
-    assert _build(*arguments).returncode == 2
+    assert build_py(*arguments).returncode == 2
 
 
 def test_offline_without_a_cache_says_what_to_do(tmp_path: Path) -> None:
-    done = _build("fetch", "--offline", MEGATRON_NVME_CACHE=str(tmp_path))
+    done = build_py("fetch", "--offline", MEGATRON_NVME_CACHE=str(tmp_path))
 
     assert done.returncode == 1
     assert "not in the cache" in done.stderr and "run `build.py fetch` online" in done.stderr
@@ -103,7 +91,7 @@ def test_a_swap_that_fails_restores_what_was_there(
 
 @pytest.mark.parametrize("arguments", [["tree", "--output", ""], ["wheel", "--output", ""]])
 def test_an_empty_output_is_refused(arguments: list[str]) -> None:
-    done = _build(*arguments)
+    done = build_py(*arguments)
 
     assert done.returncode == 1
     assert "--output is empty" in done.stderr
@@ -112,7 +100,7 @@ def test_an_empty_output_is_refused(arguments: list[str]) -> None:
 def test_an_os_error_is_a_message(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
 
-    done = _build("fetch", MEGATRON_NVME_CACHE=str(tmp_path / "file"))
+    done = build_py("fetch", MEGATRON_NVME_CACHE=str(tmp_path / "file"))
 
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("error: ")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,22 +14,13 @@ import pytest
 from buildtools.paths import ROOT, cache_dir
 from buildtools.project import project_recipe
 from buildtools.upstream import cached_sdist, fetch
+from tests.buildtools.command import build_py, run
 
 INFO = "megatron/core/package_info.py"
 DATASETS = "megatron/core/datasets/utils.py"
 NORM = "megatron/training/utils/common_utils.py"
 MIMO = "megatron/core/models/mimo/optimizer.py"
 OPTIMIZER = "megatron/core/optimizer/optimizer.py"
-
-
-def build_py(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "build.py"), *arguments],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -176,13 +165,7 @@ def test_the_newest_release_is_found_and_needs_no_work(
 ) -> None:
     environment = index(v0_19_3=[], v0_9_9=[])
 
-    done = subprocess.run(
-        [ROOT / "ci" / "drift"],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run(str(ROOT / "ci" / "drift"), **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| 0.19.3 | 11 unchanged | 1 changed | - | - | - | no |" in done.stdout
 
@@ -192,13 +175,7 @@ def test_a_release_that_needs_work_fails_ci(index: Callable[..., dict[str, str]]
         v0_20_0=[(OPTIMIZER, "    def _split_state_dict(", "    def _divide_state_dict(")]
     )
 
-    done = subprocess.run(
-        [ROOT / "ci" / "drift"],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run(str(ROOT / "ci" / "drift"), **environment)
     assert done.returncode == 1
     assert f"symbol gone: {OPTIMIZER}::ChainedOptimizer._split_state_dict" in done.stdout
     assert "| 0.20.0 |" in done.stdout

@@ -172,7 +172,7 @@ def test_a_new_reader_is_found_with_file_and_line(path: str, watch: Watch) -> No
 
 def test_a_new_reader_in_a_new_file_is_found(watch: Watch) -> None:
     path = "megatron/core/new_feature.py"
-    found = watch.findings(watch.pristine.replacing(path, mutants.NEW_READER.encode()))
+    found = watch.findings(Sources({**watch.pristine, path: mutants.NEW_READER.encode()}))
     (finding,) = found
     assert (finding.kind, finding.what) == ("reader", "new")
     assert finding.where == f"{path}:4"

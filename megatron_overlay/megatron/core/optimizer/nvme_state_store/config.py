@@ -51,7 +51,7 @@ def store_config(config: Any) -> StoreConfig:
     return StoreConfig(Path(chosen) if chosen else default_directory(), numel)
 
 
-# Field of OptimizerConfig, value it must not have, why, and what to do instead.
+# Field of OptimizerConfig, why it is refused, and what to do instead. What they must be called:
 # Tripwire: ../optimizer_config.py::OptimizerConfig.use_precision_aware_optimizer
 # Tripwire: ../optimizer_config.py::OptimizerConfig.optimizer_cpu_offload
 # Tripwire: ../optimizer_config.py::OptimizerConfig.optimizer_cuda_graph

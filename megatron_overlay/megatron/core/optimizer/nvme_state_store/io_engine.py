@@ -24,6 +24,7 @@ io_uring (often refused in containers); libaio (asynchronous with direct I/O onl
 
 from __future__ import annotations
 
+import abc
 import ctypes
 import logging
 import os
@@ -213,7 +214,7 @@ class _Submitted(Request):
         return first
 
 
-class _Engine:
+class _Engine(abc.ABC):
     """What both engines share: what is in flight, the chunks of a request, and the counters."""
 
     def __init__(self, chunk_bytes: int) -> None:
@@ -316,11 +317,13 @@ class _Engine:
         with self._lock:
             self._counters += moved
 
+    @abc.abstractmethod
     def _run(
         self, move: Callable[[_Submitted, int], None], request: _Submitted, start: int
     ) -> Future[None]:
-        raise NotImplementedError
+        """Move the chunk of a request that begins at byte ``start``, now or on a thread."""
 
+    @abc.abstractmethod
     def _stop(self) -> None:
         """Block until no chunk runs or will run."""
 
@@ -345,6 +348,9 @@ class SyncEngine(_Engine):
         except Exception as error:  # every kind waits in the ticket, as with threads
             future.set_exception(error)
         return future
+
+    def _stop(self) -> None:
+        """Nothing runs between two requests."""
 
 
 class ThreadEngine(_Engine):
