@@ -1,7 +1,8 @@
 """Who leans on which symbol of upstream: the patches by their trailers, the overlay by its code.
 
-Of the overlay it is derived: what it imports from upstream, what its subclasses override, and every
-attribute of ``self`` that is upstream's. What code leans on through any other object, a comment
+Of the overlay it is derived: what it imports from upstream, what its subclasses override, by
+themselves or through another class of the overlay, and every attribute of ``self`` that is
+upstream's. What code leans on through any other object, a comment
 ``# Tripwire: path::qualname`` on the spot names; its path is relative to the file.
 
 A trailer may end in ``@``: then not the whole symbol counts but what stands around the hook in it,
@@ -88,9 +89,19 @@ def overlay_leans(overlay: Path, sources: Sources) -> dict[str, Lean]:
 
 
 def _of_overlay(overlay: Path, sources: Sources, found: dict[str, Lean]) -> Iterator[str]:
-    for path in overlay_files(overlay):
-        if path.endswith(".py"):
-            yield from _of_overlay_file(path, (overlay / path).read_bytes(), sources, found)
+    contents = {
+        path: (overlay / path).read_bytes()
+        for path in overlay_files(overlay)
+        if path.endswith(".py")
+    }
+    ours = {
+        (path, node.name): node
+        for path, content in contents.items()
+        for node in Module(content).tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+    for path, content in contents.items():
+        yield from _of_overlay_file(path, content, ours, sources, found)
 
 
 def _add(found: dict[str, Lean], symbol: str, by: str, hooks: Iterable[Hook] = ()) -> None:
@@ -143,35 +154,61 @@ def _of_patches(patches: list[Patch], pristine: Sources, found: dict[str, Lean])
 
 
 def _of_overlay_file(
-    path: str, content: bytes, pristine: Sources, found: dict[str, Lean]
+    path: str,
+    content: bytes,
+    ours: dict[tuple[str, str], ast.ClassDef],
+    pristine: Sources,
+    found: dict[str, Lean],
 ) -> Iterator[str]:
     module = Module(content)
-    classes: dict[str, tuple[str, str]] = {}
+    names: dict[str, tuple[str, str]] = {name: (path, name) for at, name in ours if at == path}
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names if alias.name.startswith("megatron")]
-            yield from (f"{path}: import names from {name}, not the module" for name in names)
+            modules = [alias.name for alias in node.names if alias.name.startswith("megatron")]
+            yield from (f"{path}: import names from {name}, not the module" for name in modules)
         if not isinstance(node, ast.ImportFrom):
             continue
         source = resolve_import(path, node)
-        if source is None or "/nvme_state_store" in source:
+        if source is None:
             continue
         for alias in node.names:
+            name = alias.asname or alias.name
+            if "/nvme_state_store" in source:
+                names[name] = (f"{source}.py", alias.name)
+                continue
             target = definition_of(pristine, source, alias.name)
             if target is None:
                 yield f"{path}: imports {alias.name} from {source}, where upstream has none"
                 continue
-            classes[alias.asname or alias.name] = target
+            names[name] = target
             _add(found, "::".join(target), path)
     for node in module.tree.body:
         if isinstance(node, ast.ClassDef):
-            bases = [classes[name] for base in node.bases if (name := ast.unparse(base)) in classes]
+            nodes, bases = _family(node, names, ours, pristine)
             problems: list[str] = []
-            for symbol in _used_members(path, node, bases, pristine, problems):
+            for symbol in _used_members(path, nodes, bases, pristine, problems):
                 _add(found, symbol, path)
             yield from problems
     for symbol in _comments(path, content):
         _add(found, symbol, path)
+
+
+def _family(
+    node: ast.ClassDef,
+    names: dict[str, tuple[str, str]],
+    ours: dict[tuple[str, str], ast.ClassDef],
+    pristine: Sources,
+) -> tuple[list[ast.ClassDef], list[tuple[str, str]]]:
+    """Return a class with its bases in the overlay, and its direct bases of upstream's.
+
+    What a base in the overlay overrides or uses, it does so in the subclass's place, too. The bases
+    of that base count where its own file is looked at.
+    """
+    bases = [names[name] for base in node.bases if (name := ast.unparse(base)) in names]
+    return (
+        [node, *(ours[base] for base in bases if base in ours)],
+        [base for base in bases if base not in ours and pristine.module(base[0]) is not None],
+    )
 
 
 def _comments(path: str, content: bytes) -> Iterator[str]:
@@ -230,7 +267,7 @@ def ancestors(sources: Sources, path: str, name: str) -> list[tuple[str, str]]:
 
 def _used_members(
     where: str,
-    node: ast.ClassDef,
+    nodes: list[ast.ClassDef],
     bases: list[tuple[str, str]],
     pristine: Sources,
     problems: list[str],
@@ -239,10 +276,11 @@ def _used_members(
 
     A member that neither has is a problem: upstream may have renamed it.
     """
-    own = {item.name for item in node.body if isinstance(item, Definition)}
-    own |= {name.removeprefix("self.") for part in ast.walk(node) for name in bound_names(part)}
+    parts = [part for node in nodes for part in ast.walk(node)]
+    own = {item.name for node in nodes for item in node.body if isinstance(item, Definition)}
+    own |= {name.removeprefix("self.") for part in parts for name in bound_names(part)}
     used: dict[str, bool] = {}
-    for part in ast.walk(node):
+    for part in parts:
         if isinstance(part, ast.Attribute):
             value = part.value
             is_super = isinstance(value, ast.Call) and ast.unparse(value.func) == "super"
@@ -258,4 +296,6 @@ def _used_members(
                 break
         else:
             if used.get(name) or (name in used and name not in own):
-                problems.append(f"{where}: {node.name} uses {name}, which upstream does not have")
+                problems.append(
+                    f"{where}: {nodes[0].name} uses {name}, which upstream does not have"
+                )

@@ -35,11 +35,12 @@ ARGUMENTS = shlex.split(f"""
     --no-bias-dropout-fusion --no-persist-layer-norm --no-rope-fusion
     --tokenizer-type NullTokenizer --vocab-size {_VOCABULARY} --mock-data
     --eval-iters 0 --save-interval 1000 --log-interval 1 --ckpt-format torch_dist
-    --use-distributed-optimizer
 """)
 
-BF16 = ("--bf16",)
-FP16 = ("--fp16",)
+REPLICATED = ("--bf16",)
+"""Each rank steps all params, in their shapes."""
+BF16 = (*REPLICATED, "--use-distributed-optimizer")
+FP16 = ("--fp16", "--use-distributed-optimizer")
 MOE = shlex.split("""
     --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --disable-bias-linear
 """)
@@ -97,11 +98,17 @@ class OptimizerTensor:
 
 
 def inner_optimizers(optimizer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the optimizers that own mains, however deeply they are chained, with their names."""
+    """Yield the optimizers that own mains, however deeply they are chained, with their names.
+
+    A chain of one is no level of its own: a streamed run has one more around everything.
+    """
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is None:
         if optimizer.optimizer is not None:  # a model or a part of it may be frozen
             yield "", optimizer
+        return
+    if len(chained) == 1:
+        yield from inner_optimizers(chained[0])
         return
     for index, each in enumerate(chained):
         for name, inner in inner_optimizers(each):
@@ -178,6 +185,7 @@ def train(
     Returns:
         The comparable outcome.
     """
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
     from megatron.core.enums import ModelType
     from megatron.training import get_args
     from megatron.training.arguments import parse_and_validate_args
@@ -185,6 +193,10 @@ def train(
     from megatron.training.initialize import initialize_megatron
     from megatron.training.training import setup_model_and_optimizer
 
+    if save is not None:
+        # Its process; a save starts one that imports torch (4 s), where there is none. Now, as
+        # `init_persistent_async_worker` does, this process has no threads and no sockets.
+        get_write_results_queue(mp_mode="fork")
     directories = [*(("--save", save) if save else ()), *(("--load", load) if load else ())]
     sys.argv = ["gpt.py", *ARGUMENTS, *arguments, *directories]
     parse_and_validate_args()
@@ -225,6 +237,7 @@ def build_model(pre_process: bool = True, post_process: bool = True, **kwargs: A
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
         get_gpt_mtp_block_spec,
     )
     from megatron.training import get_args
@@ -232,11 +245,13 @@ def build_model(pre_process: bool = True, post_process: bool = True, **kwargs: A
 
     args = get_args()
     config = kwargs.get("config") or core_transformer_config_from_args(args)
-    layer = get_gpt_layer_local_spec(num_experts=args.num_experts, moe_grouped_gemm=False)
+    use_te = args.transformer_impl == "transformer_engine"
+    spec = get_gpt_layer_with_transformer_engine_spec if use_te else get_gpt_layer_local_spec
+    layer = spec(num_experts=args.num_experts, moe_grouped_gemm=args.moe_grouped_gemm)
     vp_stage = kwargs.get("vp_stage")
     mtp = None
     if args.mtp_num_layers:
-        mtp = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False, vp_stage=vp_stage)
+        mtp = get_gpt_mtp_block_spec(config, layer, use_te, vp_stage=vp_stage)
     return GPTModel(
         config,
         layer,

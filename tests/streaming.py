@@ -35,7 +35,7 @@ def streamed_tensors(optimizer: Any) -> Iterator[OptimizerTensor]:
                 if id(param) not in entries:
                     continue
                 for key, tensor in store.read_entry(entries[id(param)]).items():
-                    yield OptimizerTensor(f"{key}/{place}", tensor.view(param.shape))
+                    yield OptimizerTensor(f"{key}/{place}", tensor)
                 # Torch counts steps in the state of each param; the store in one place for all.
                 for key, value in store.keys.counters(store.steps).items():
                     if isinstance(value, torch.Tensor):

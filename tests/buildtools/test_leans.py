@@ -160,3 +160,42 @@ def test_a_hook_is_more_than_part_of_a_statement(toy: Toy) -> None:
     with pytest.raises(BuildError, match=r"0002-.*does not insert whole statements") as caught:
         leans(load_patches(toy.patches), toy.overlay, pristine_of(toy))
     assert "0003" not in str(caught.value), "that one inserts a statement"
+
+
+def test_a_base_in_the_overlay_overrides_in_the_place_of_its_subclasses(tmp_path: Path) -> None:
+    """What it uses of itself is no name of upstream's; what upstream gave up is a problem."""
+    shared = """\
+        class Shared:
+            mine = 1
+
+            def step(self):
+                return self.mine
+        """
+    streamed = """\
+        from ..base import Model
+        from ..nvme_state_store.shared import Shared
+
+
+        class Streamed(Shared, Model):
+            def new(self):
+                return self.mine or self.{name}
+        """
+    path = "megatron/core/nvme_state_store/streamed.py"
+    pristine = Sources({name: content.encode() for name, content in PRISTINE.items()})
+
+    def found(name: str) -> dict[str, set[str]]:
+        texts = {"megatron/core/nvme_state_store/shared.py": shared, path: streamed}
+        for file, text in texts.items():
+            lines = text.replace("{name}", name).splitlines()
+            write_files(tmp_path, {file: "\n".join(line[8:] for line in lines)})
+        return {name: lean.by for name, lean in leans([], tmp_path, pristine).items()}
+
+    assert found("limit") == {
+        "megatron/core/base.py::Base": {path},
+        "megatron/core/base.py::Model": {path},
+        "megatron/core/base.py::Model.limit": {path},
+        "megatron/core/base.py::Model.step": {path},
+        "megatron/core/parts.py::Part": {path},
+    }
+    with pytest.raises(BuildError, match="Streamed uses gone, which upstream does not have"):
+        found("gone")

@@ -1,7 +1,11 @@
-"""Run a case on real CUDA devices, one fresh process a rank, as `tests.rank_pool` does without."""
+"""Run a case on real CUDA devices, one fresh process a rank, as `tests.rank_pool` does without.
+
+The inner Adam is Transformer Engine's FusedAdam where that is installed, else the stand-in.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import socket
@@ -9,6 +13,8 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
+
+HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 
 
 def _rank(
@@ -25,9 +31,10 @@ def _rank(
         TORCHDYNAMO_DISABLE="1",
     )
     try:
-        from tests import fused_adam
+        if not HAS_TRANSFORMER_ENGINE:
+            from tests import fused_adam
 
-        fused_adam.install()
+            fused_adam.install()
         out.send((True, case(**kwargs)))
     except BaseException:
         out.send((False, traceback.format_exc()))

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.patched.scenarios import GROUPS, RESUMED, UNTIL
+from tests.patched.resume import SAVED_AT
+from tests.patched.scenarios import GROUPS, UNTIL
 from tests.store.test_config import (
     REFUSED_ARGUMENTS,
     REFUSED_CONFIGS,
@@ -30,9 +31,9 @@ Generated from the tests by `python -m tests.patched.compatibility`; do not edit
 *Same bits*: after {UNTIL} steps on emulated CUDA with gloo ranks, model params, FP32 main params,
 every tensor of the optimizer's state, step counters, losses and gradient norms are those of stock
 Megatron on every rank; every param that trains has moved and no other has
-(`tests/patched/test_streaming_parity.py`). *Resumed*: the same holds when the streamed run is
-saved, loaded in fresh processes and gone on with, against a stock run without a break
-(`tests/patched/test_streaming_checkpoint.py`); - means that this row was not tried.
+(`tests/patched/test_streaming_parity.py`). *Resumed*: the streamed run of that comparison was
+saved after {SAVED_AT} steps, and loaded and gone on with in fresh processes, against a stock run
+without a break.
 """
 
 
@@ -48,7 +49,7 @@ def _lines() -> Iterator[str]:
         yield "| combination | ranks | streamed | resumed | row |"
         yield "|---|---|---|---|---|"
         for each in scenarios:
-            resumed = "same bits" if each.name in RESUMED else "-"
+            resumed = "same bits" if each.is_resumed else "-"
             yield f"| {each.shows} | {each.world_size} | same bits | {resumed} | `{each.name}` |"
         yield ""
     yield "## Refused\n"

@@ -22,11 +22,13 @@ Setup = Callable[[Sequence[Any], Any], None]
 class Scenario:
     """A way to train, stock and streamed.
 
-    `bucket_numel` is the cap of a bucket; `native_fp32` keeps these params of the model in FP32;
-    `after_setup` runs in both. With `is_torch` Megatron takes the optimizers that it takes where
-    neither Transformer Engine nor Apex is installed. If there are `trainable` names, all params
-    without one of them are frozen. `config` changes fields of the config from which the inner
-    optimizer is made. `shows` says what the row is in the table of combinations.
+    `bucket_numel` is the cap of a bucket; `native_fp32` keeps these params of the model in
+    FP32; `after_setup` runs in both. With `is_torch` Megatron takes the optimizers that it
+    takes where neither Transformer Engine nor Apex is installed. If there are `trainable`
+    names, all params without one of them are frozen. `config` changes fields of the config from
+    which the inner optimizer is made, `whole` those for which Megatron has no flag. With
+    `is_resumed` the streamed run is saved, and loaded in fresh processes; what `after_setup`
+    changes starts anew then. `shows` says what the row is in the table of combinations.
     """
 
     name: str
@@ -38,6 +40,8 @@ class Scenario:
     is_torch: bool = False
     trainable: Sequence[str] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
+    whole: Mapping[str, Any] = field(default_factory=dict)
+    is_resumed: bool = True
     shows: str = ""
 
     def is_trained(self, name: str) -> bool:
@@ -108,6 +112,28 @@ def make_inner_optimizer_of(changes: Mapping[str, Any]) -> None:
         distrib_optimizer.Adam = (distrib_optimizer.Adam, optimizer.SGD)  # what it asserts
 
 
+def set_fields_without_a_flag(changes: Mapping[str, Any]) -> None:
+    """Give the config of the whole run fields that no argument sets; frameworks set them."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    check = OptimizerConfig.__post_init__
+
+    def change_and_check(self: Any) -> None:
+        vars(self).update(changes)
+        check(self)
+
+    OptimizerConfig.__post_init__ = change_and_check
+
+
+def complete_adaptive_muon() -> None:
+    """Give upstream's class what the package's step asks for since 0.3.0; upstream wants 0.2.0."""
+    from megatron.core.optimizer.emerging_optimizers import TensorParallelAdaptiveMuon
+
+    assert not hasattr(TensorParallelAdaptiveMuon, "scale_mode")
+    TensorParallelAdaptiveMuon.scale_mode = "spectral"
+    TensorParallelAdaptiveMuon.extra_scale_factor = 1.0
+
+
 def allow_local_attention_under_context_parallelism() -> None:
     """Let the local attention see its own part of the sequence only, instead of refusing that.
 
@@ -150,6 +176,10 @@ def prepare(scenario: Scenario) -> None:
         freeze_all_but(scenario)
     if scenario.config:
         make_inner_optimizer_of(scenario.config)
+    if "adaptive_muon" in scenario.arguments:
+        complete_adaptive_muon()
+    if scenario.whole:
+        set_fields_without_a_flag(scenario.whole)
     if "--context-parallel-size" in scenario.arguments:
         allow_local_attention_under_context_parallelism()
     if "--sequence-parallel" in scenario.arguments:
@@ -195,6 +225,9 @@ OVERFLOWING = ("--initial-loss-scale", str(2**19), "--hysteresis", "1")
 OVERFLOWING_AT_FIRST = ("--initial-loss-scale", str(2**22), "--hysteresis", "1")
 TP2 = ("--tensor-model-parallel-size", "2")
 PP2 = ("--pipeline-model-parallel-size", "2")
+MUON = ("--optimizer", "muon")
+LAYER_WISE = (*gpt.BF16, *MUON)
+PING_PONG = (*LAYER_WISE, "--no-use-layer-wise-param-layout")
 EP2 = (*gpt.MOE, "--expert-model-parallel-size", "2")
 VPP = (*PP2, "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
 MTP = ("--mtp-num-layers", "1", "--position-embedding-type", "rope")
@@ -296,6 +329,7 @@ OPTIMIZERS = [
         2,
         gpt.BF16,
         after_setup=change_hyperparameters,
+        is_resumed=False,
         shows="lr, weight decay, betas and eps changed for each group at each step",
     ),
     Scenario(
@@ -338,6 +372,154 @@ BUCKETS = [
         4,
         [*gpt.BF16, *TINY.split(), "--ddp-num-buckets", "1"],
         shows="ranks without any part of a param group",
+    ),
+]
+
+WHOLE_PARAMS = [
+    Scenario(
+        "adam-replicated", 2, gpt.REPLICATED, 1000, shows="Adam without the distributed optimizer"
+    ),
+    Scenario(
+        "adam-replicated-fp16",
+        1,
+        ["--fp16", *OVERFLOWING],
+        native_fp32=("layernorm",),
+        shows="the same in FP16 with skipped steps, some params in FP32",
+    ),
+    Scenario(
+        "adam-replicated-ep2-tp2",
+        4,
+        [*gpt.REPLICATED, *EP2, *TP2, "--sequence-parallel", "--expert-tensor-parallel-size", "1"],
+        shows="the same with EP 2, TP 2 and ETP 1",
+    ),
+    Scenario(
+        "sgd-replicated",
+        2,
+        [*gpt.REPLICATED, "--optimizer", "sgd", "--lr", "1"],
+        shows="SGD with momentum, without the distributed optimizer",
+    ),
+    Scenario(
+        "muon-replicated",
+        1,
+        [*gpt.REPLICATED, *MUON],
+        shows="Muon without the distributed optimizer, Adam beside it",
+    ),
+    Scenario(
+        "muon-replicated-experts",
+        2,
+        [*gpt.REPLICATED, *MUON, *EP2],
+        shows="the same with experts (EP 2)",
+    ),
+    Scenario("muon", 2, LAYER_WISE, shows="Muon, layer-wise; sharded Adam beside it"),
+    Scenario(
+        "muon-one-bucket",
+        4,
+        [*LAYER_WISE, "--muon-nesterov", "--muon-no-split-qkv", "--ddp-num-buckets", "1"],
+        bucket_numel=10**6,
+        shows="the same in one bucket, with Nesterov's momentum",
+    ),
+    Scenario(
+        "muon-native-fp32",
+        2,
+        [*PING_PONG, *gpt.MOE, "--moe-router-dtype", "fp32"],
+        native_fp32=("layernorm", "router.weight"),
+        shows="Muon and Adam, layer-wise without a param layout, experts, some params in FP32",
+    ),
+    Scenario(
+        "muon-lion",
+        2,
+        [*LAYER_WISE, "--muon-scalar-optimizer", "lion"],
+        shows="Muon, layer-wise; sharded Lion beside it",
+    ),
+    Scenario(
+        "muon-lion-ping-pong",
+        2,
+        [*PING_PONG, "--muon-scalar-optimizer", "lion"],
+        shows="Muon and Lion, layer-wise without a param layout",
+    ),
+    Scenario(
+        "muon-tp2",
+        4,
+        [*LAYER_WISE, *TP2, "--muon-tp-mode", "distributed"],
+        shows="Muon with TP 2 and DP 2, orthogonalised together by the TP ranks (distributed)",
+    ),
+    Scenario(
+        "muon-tp2-duplicated",
+        2,
+        [*gpt.REPLICATED, *MUON, *TP2, "--muon-tp-mode", "duplicated"],
+        shows="the same without the distributed optimizer (duplicated)",
+    ),
+    Scenario("muon-tp2-blockwise", 2, [*LAYER_WISE, *TP2], shows="the same, each rank its block"),
+    # The two TP ranks have other experts, so other buckets of them.
+    Scenario(
+        "muon-tp2-experts",
+        4,
+        [
+            *(*PING_PONG, *gpt.MOE, *TP2, "--sequence-parallel", "--muon-tp-mode", "duplicated"),
+            *("--expert-tensor-parallel-size", "1", "--num-experts", "3", "--moe-layer-freq", "1"),
+        ],
+        shows="Muon with TP 2 and ETP 1: TP ranks that have other experts",
+    ),
+    Scenario(
+        "muon-ep2",
+        4,
+        [*PING_PONG, *EP2],
+        shows="Muon with EP 2 and DP 4, without a param layout",
+    ),
+    Scenario("muon-ep2-layout", 4, [*LAYER_WISE, *EP2], shows="the same with a param layout"),
+    Scenario("muon-pp2", 2, [*LAYER_WISE, *PP2], shows="Muon with PP 2, tied embeddings"),
+    Scenario(
+        "muon-virtual-pipeline",
+        4,
+        [*LAYER_WISE, *VPP, *OVERLAPPED, "--global-batch-size", "8"],
+        shows="Muon with PP 2 and virtual stages, DP 2, overlapped",
+    ),
+    Scenario(
+        "muon-overlapped",
+        2,
+        [*LAYER_WISE, *OVERLAPPED, "--ddp-bucket-size", "20000"],
+        shows="Muon, gradient reduction and param gather overlapped",
+    ),
+    Scenario(
+        "muon-ping-pong-overlapped",
+        2,
+        [*PING_PONG, *OVERLAPPED, "--ddp-bucket-size", "20000"],
+        shows="the same without a param layout",
+    ),
+    Scenario(
+        "muon-mtp",
+        2,
+        [*LAYER_WISE, *MTP, "--muon-scale-mode", "unit_rms_norm"],
+        shows="Muon with multi-token prediction",
+    ),
+    Scenario(
+        "muon-partly-frozen",
+        4,
+        LAYER_WISE,
+        trainable=("linear_proj.weight", "linear_fc2.bias"),
+        shows="Muon, LoRA-style: a few params train; some ranks have none of them",
+    ),
+    Scenario(
+        "adaptive-muon",
+        2,
+        [*gpt.BF16, "--optimizer", "adaptive_muon"],
+        shows="AdaptiveMuon (elementwise second moments)",
+    ),
+    Scenario(
+        "adaptive-muon-rows",
+        2,
+        [*gpt.BF16, "--optimizer", "adaptive_muon"],
+        whole={"adaptive_muon_moment2_method": "normuon"},
+        shows="the same with second moments of rows and columns",
+    ),
+    Scenario(
+        "lion-alone", 2, [*gpt.BF16, "--optimizer", "lion"], shows="Lion, layer-wise, beside Adam"
+    ),
+    Scenario(
+        "soap",
+        2,
+        [*gpt.BF16, "--optimizer", "soap"],
+        shows="SOAP, layer-wise: four more matrices of other shapes for each param",
     ),
 ]
 
@@ -455,18 +637,12 @@ MODELS = [
 
 GROUPS = {
     "Optimizers": OPTIMIZERS,
+    "Whole params": WHOLE_PARAMS,
     "Parallelism": PARALLELISM,
     "Models": MODELS,
     "Shards and buckets": BUCKETS,
 }
 SCENARIOS = [scenario for group in GROUPS.values() for scenario in group]
-
-
-RESUMED = (
-    *("torch-adam", "lion", "lion-ep2-dp4", "sgd", "sgd-momentum", "sgd-momentum-overflow"),
-    *("partly-frozen-experts", "tp2-pp2", "optimizer-instances"),
-)
-"""Of these, runs that were saved and loaded are compared, too: with an uninterrupted stock run."""
 
 
 def by_name(name: str) -> Scenario:

@@ -15,7 +15,7 @@ import torch
 from tests import gpt, streaming
 from tests.gpt import Run
 from tests.patched.resume import SAVED_AT
-from tests.patched.scenarios import RESUMED, UNTIL, Scenario, by_name, train
+from tests.patched.scenarios import Scenario, by_name, train
 from tests.patched.test_streaming_failures import Stopped, fill_grads, raised
 from tests.rank_pool import RankPool, RanksFailed
 
@@ -32,7 +32,7 @@ SCENARIOS = {
     "dp2": DP2,
     "ep2": EP2,
     "plain": PLAIN,
-    **{name: by_name(name) for name in RESUMED},
+    "lion": by_name("lion"),
 }
 
 Saved = tuple[Path, list[Run]]
@@ -56,38 +56,6 @@ def save(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[
         return base / "checkpoint", runs
 
     return save_once
-
-
-@pytest.mark.parametrize("name", ["dp2", "ep2", *RESUMED])
-def test_resumed_streamed_run_equals_straight_runs(
-    name: str, ranks: RankPool, save: Callable[[str, bool], Saved], tmp_path: Path
-) -> None:
-    """Loaded in fresh processes, it ends as an uninterrupted stock run does.
-
-    Some of these stock Megatron could not resume itself (torch's Adam).
-    """
-    scenario = SCENARIOS[name]
-    go = functools.partial(ranks.run, train, scenario.world_size, scenario=scenario, until=UNTIL)
-    checkpoint, before = save(name, True)
-    stock = go()
-
-    resumed = go(directory=str(tmp_path / "resumed"), load=str(checkpoint))
-
-    for one, two, early in zip(resumed, stock, before, strict=True):
-        assert one.first_iteration == SAVED_AT
-        assert early.final.differences(one.initial) == []
-        assert one.final.differences(two.final) == []
-        assert early.losses + one.losses == two.losses
-        assert early.grad_norms + one.grad_norms == two.grad_norms
-        assert early.skipped + one.skipped == two.skipped
-
-
-def test_a_resumed_scenario_was_saved_before_its_first_step(
-    save: Callable[[str, bool], Saved],
-) -> None:
-    """State that the first step makes is made after the load, then."""
-    _, (before,) = save("sgd-momentum-overflow", True)
-    assert before.skipped == [True] * SAVED_AT
 
 
 def test_the_state_of_another_optimizer_is_an_error(

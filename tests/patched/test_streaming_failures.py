@@ -22,12 +22,19 @@ from tests.rank_pool import RankPool, RanksFailed
 FAILING_RANK = 1
 LIMIT_S = 20.0
 
+TP2 = ("--tensor-model-parallel-size", "2")
+MUON = ("--optimizer", "muon", "--muon-tp-mode", "distributed")
 TOPOLOGIES = {
     "dp2": [],
-    "tp2": ["--tensor-model-parallel-size", "2"],
+    "tp2": TP2,
     "ep2": [*gpt.MOE, "--expert-model-parallel-size", "2"],
+    # A bucket for each matrix: ranks wait for each other in the update of every one.
+    "muon-tp2": [*MUON, *TP2, "--stream-optimizer-state-bucket-numel", "5000"],
+    "muon-dp2": [*MUON, "--stream-optimizer-state-bucket-numel", "5000"],
 }
-"""In EP 2 each rank has an expert store of its own, and it is that one that fails."""
+FAILING_STORE = {"ep2": "optimizer1", "muon-dp2": "optimizer1"}
+"""In EP 2 each rank has an expert store of its own, and it is that one that fails; of Muon's, the
+store of the matrices or that of Adam beside it."""
 
 
 @dataclass(slots=True)
@@ -79,11 +86,7 @@ def fill_grads(model: Sequence[Any]) -> None:
 
 
 def weights(model: Sequence[Any]) -> list[torch.Tensor]:
-    return [
-        buffer.param_data
-        for chunk in model
-        for buffer in chunk.buffers + chunk.expert_parallel_buffers
-    ]
+    return [param.data for chunk in model for param in chunk.parameters()]
 
 
 def fail_everywhere(which: str, arguments: Sequence[str], directory: str, base: str) -> Any:
@@ -137,8 +140,7 @@ def fail_everywhere(which: str, arguments: Sequence[str], directory: str, base: 
             return lambda: setattr(checkpoint, name, failing)
 
         def drop_grad() -> None:
-            for store in optimizer._stores():
-                store.entries[-1].main.grad = None
+            list(optimizer._stores())[int(which[-1])].entries[-1].main.grad = None
 
         def step_without_grad() -> None:
             fill_grads(model)
@@ -164,7 +166,7 @@ def fail_everywhere(which: str, arguments: Sequence[str], directory: str, base: 
             return lambda: layer.fail(call, errno.EIO, nth) if layer else None
 
         def change_weight() -> None:
-            list(optimizer._stores())[-1].entries[0].model_shard().add_(1)
+            list(optimizer._stores())[int(which[-1])].entries[0].model_shard().add_(1)
 
         attempt("step-read", step, fails("preadv", 2))
         attempt("step-write", step, fails("pwrite", 2))
@@ -182,7 +184,7 @@ def fail_everywhere(which: str, arguments: Sequence[str], directory: str, base: 
         raise Stopped(found)
 
     try:
-        gpt.train([*gpt.BF16, *arguments, *streaming.flags(directory)], 0, after_setup=act)
+        gpt.train([*gpt.BF16, *streaming.flags(directory), *arguments], 0, after_setup=act)
     except Stopped as stopped:
         return stopped.args[0]
     raise AssertionError("setup did not reach the callback")
@@ -219,7 +221,7 @@ def attempts(
         return ranks.run(
             fail_everywhere,
             2,
-            which="optimizer1" if topology == "ep2" else "optimizer0",
+            which=FAILING_STORE.get(topology, "optimizer0"),
             arguments=TOPOLOGIES[topology],
             directory=str(directory / "state"),
             base=str(directory / "saved"),
@@ -314,7 +316,7 @@ def test_no_space_on_one_rank_ends_all_at_construction(
         2,
         arguments=[*TOPOLOGIES[topology], *streaming.flags(tmp_path)],
         fault=errno.ENOSPC,
-        which="optimizer1" if topology == "ep2" else "optimizer0",
+        which=FAILING_STORE.get(topology, "optimizer0"),
     )
 
     assert ours == theirs

@@ -31,14 +31,18 @@ def outcome(ranks: RankPool, case: Callable[..., Any], **kwargs: Any) -> Any:
         return str(failure)
 
 
-def look_after_setup(arguments: Sequence[str], look: Callable[[Sequence[Any], Any], Any]) -> Any:
+def look_after_setup(
+    arguments: Sequence[str],
+    look: Callable[[Sequence[Any], Any], Any],
+    precision: Sequence[str] = gpt.BF16,
+) -> Any:
     """Set up model and optimizer and return what ``look(model, optimizer)`` returns."""
 
     def stop(model: Sequence[Any], optimizer: Any) -> None:
         raise Stopped(look(model, optimizer))
 
     try:
-        gpt.train([*gpt.BF16, *arguments], until=0, after_setup=stop)
+        gpt.train([*precision, *arguments], until=0, after_setup=stop)
     except Stopped as stopped:
         return stopped.args[0]
     raise AssertionError("setup did not reach the callback")
@@ -92,6 +96,50 @@ def test_streaming_selects_the_streamed_classes(ranks: RankPool, tmp_path: Path)
     assert found == ["StreamedChainedOptimizer", "StreamedDistributedOptimizer"], found
 
 
+def tree(optimizer: Any) -> Any:
+    """Return the names of the optimizer's classes, as deeply as they are chained."""
+    name = type(optimizer).__name__
+    children = getattr(optimizer, "chained_optimizers", None)
+    return name if children is None else [name, *map(tree, children)]
+
+
+def describe_tree(model: Sequence[Any], optimizer: Any) -> Any:
+    """Return `tree` of the optimizer."""
+    return tree(optimizer)
+
+
+FLOAT16 = "StreamedFloat16Optimizer"
+MUON = ("--optimizer", "muon")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], [FLOAT16]),
+        (MUON, [FLOAT16, FLOAT16]),
+        (
+            [*MUON, "--use-distributed-optimizer"],
+            [["StreamedLayerWiseOptimizer", FLOAT16], "StreamedDistributedOptimizer"],
+        ),
+        (
+            [*MUON, "--use-distributed-optimizer", "--no-use-layer-wise-param-layout"],
+            [["StreamedLayerWiseOptimizer", FLOAT16, FLOAT16]],
+        ),
+    ],
+    ids=["adam", "muon", "layer-wise", "layer-wise-without-layout"],
+)
+def test_streaming_selects_the_streamed_optimizers_of_whole_params(
+    arguments: Sequence[str], expected: Any, ranks: RankPool, tmp_path: Path
+) -> None:
+    flags = [*arguments, *streaming.flags(tmp_path)]
+
+    found = outcome(
+        ranks, look_after_setup, arguments=flags, look=describe_tree, precision=gpt.REPLICATED
+    )
+
+    assert found == ["StreamedChainedOptimizer", *expected], found
+
+
 def test_a_stock_run_selects_the_stock_classes(ranks: RankPool) -> None:
     found = outcome(ranks, look_after_setup, arguments=[], look=classes)
 
@@ -119,7 +167,7 @@ def test_a_checkpoint_holds_the_streamed_state(ranks: RankPool, tmp_path: Path) 
     [
         (["--ckpt-format", "torch"], "--ckpt-format torch: it serialises tensors"),
         (["--dist-ckpt-optim-fully-reshardable"], "in a format of its own"),
-        (["--optimizer", "sgd"], "Megatron's distributed optimizer itself refuses it"),
+        (["--optimizer", "sgd"], "under the distributed optimizer: Megatron itself refuses that"),
         (["--stream-optimizer-state-bucket-numel", "0"], "expected a positive number of elements"),
         (["--stream-optimizer-state-dir", "a,b"], "several directories are not supported yet"),
     ],

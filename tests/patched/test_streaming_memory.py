@@ -67,7 +67,7 @@ def measure(directory: str, base: str, with_update: bool, scenario: str) -> dict
         store = optimizer._nvme_state_store
         found["pinned"] = pinned_memory_allocated()
         found["slot_nbytes"] = store.layout.slot_nbytes
-        found["slot_numel"] = store.layout.slot_numel
+        found["slot_numel"] = store.layout.slot_numels[0]
         found["segments"] = len(store.layout.segments)
         found["total_numel"] = sum(entry.record.numel for entry in store.entries)
         found["largest_entry"] = max(entry.record.numel for entry in store.entries)
@@ -190,7 +190,7 @@ def look_at_file(directory: str) -> dict[str, Any]:
         store = optimizer._nvme_state_store
         found["resident"] = store._file.resident_bytes()
         found["written"] = written
-        found["mains"] = sum(bucket.segment_nbytes for bucket in store.layout.buckets)
+        found["mains"] = sum(bucket.starts[1] for bucket in store.layout.buckets)
         found["blocks"] = store._file.path.stat().st_blocks * 512 - store.layout.nbytes
         content = store._file.path.read_bytes()
         wrong, elements = [], 0
@@ -200,8 +200,7 @@ def look_at_file(directory: str) -> dict[str, Any]:
                 shard = entry.model_shard()[piece.start : piece.start + piece.numel]
                 start = bucket.offset + 4 * piece.offset
                 main, *moments = (
-                    content[start + n * bucket.segment_nbytes :][: 4 * piece.numel]
-                    for n in range(3)
+                    content[start + begin :][: 4 * piece.numel] for begin in bucket.starts[:3]
                 )
                 if main != shard.float().cpu().numpy().tobytes() or any(map(any, moments)):
                     wrong.append(entry.record.name)

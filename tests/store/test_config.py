@@ -44,6 +44,10 @@ def test_a_sound_configuration_passes_and_a_stock_one_is_not_looked_at() -> None
             optimizer_cuda_graph=True,
         )
     )
+    for optimizer in ("sgd", "muon", "soap"):
+        config.validate_optimizer_config(
+            _config(optimizer=optimizer, use_distributed_optimizer=False)
+        )
 
 
 def config_refusal(changes: dict[str, Any]) -> str:
@@ -63,13 +67,7 @@ def arguments_refusal(changes: dict[str, Any]) -> str:
 REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"defer_main_param_initialization": False}, "needs defer_main_param_initialization"),
     ({"stream_optimizer_state_to_disk": False}, "needs stream_optimizer_state_to_disk"),
-    ({"use_distributed_optimizer": False}, "add --use-distributed-optimizer"),
-    ({"optimizer": "muon"}, "--optimizer muon: whole-matrix optimizers are not streamed yet"),
-    ({"optimizer": "soap"}, "--optimizer soap: whole-matrix optimizers are not streamed yet"),
-    ({"optimizer": "lion"}, "--optimizer lion: Megatron runs it under the layer-wise"),
-    # Megatron's arguments switch the distributed optimizer off for it.
-    ({"optimizer": "lion", "use_distributed_optimizer": False}, "layer-wise optimizer"),
-    ({"optimizer": "sgd"}, "--optimizer sgd: Megatron's distributed optimizer itself refuses"),
+    ({"optimizer": "sgd"}, "--optimizer sgd under the distributed optimizer"),
     ({"bf16": False}, "needs 16-bit params"),
     ({"stream_optimizer_state_dir": "a,b"}, "give one"),
     ({"stream_optimizer_state_bucket_numel": 0}, "expected a positive number"),
@@ -78,8 +76,6 @@ REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"optimizer_cpu_offload": True}, "leave out --optimizer-cpu-offload"),
     ({"optimizer_cuda_graph": True}, "leave out --optimizer-cuda-graph"),
     ({"reuse_grad_buf_for_mxfp8_param_ag": True}, "leave out --reuse-grad-buf-for-mxfp8"),
-    ({"overlap_param_gather_with_optimizer_step": True}, "leave out --overlap-param-gather-w"),
-    ({"use_layer_wise_distributed_optimizer": True}, "use --optimizer adam"),
 ]
 
 
@@ -102,6 +98,7 @@ ARGUMENTS: dict[str, Any] = {
 REFUSED_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"fp8_param_gather": True}, "leave out --fp8-param-gather"),
     ({"fp4_param_gather": True}, "leave out --fp4-param-gather"),
+    ({"overlap_param_gather_with_optimizer_step": True}, "with --ckpt-format torch only"),
     ({"use_megatron_fsdp": True}, "Megatron-FSDP owns"),
     ({"use_torch_fsdp2": True}, "FSDP2 owns"),
     ({"qk_clip": True}, "leave out --qk-clip"),

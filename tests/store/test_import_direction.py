@@ -27,7 +27,10 @@ RANKS = [
 """As the package's docstring has them: each imports from the ranks before its own."""
 LEAVES = {"deferral"}
 """Imports nothing of the store."""
-ADAPTERS = {"distributed_optimizer", "chained_optimizer", "checkpoint_hooks", "arguments"}
+ADAPTERS = {
+    *("streamed_optimizer", "distributed_optimizer", "float16_optimizer", "layer_wise_optimizer"),
+    *("chained_optimizer", "checkpoint_hooks", "arguments"),
+}
 """May import everything, Megatron too."""
 WITHOUT_TORCH = {"errors", "config", "layout", "state_file", "rank_directory", "io_engine"}
 """Standard library only: argument parsing and tools do not pay for torch."""

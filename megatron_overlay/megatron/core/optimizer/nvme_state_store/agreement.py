@@ -28,22 +28,45 @@ def agree(
         StateStoreError: at least one rank failed. The message is the same on all ranks and names
             each that failed; on a rank that failed, the cause is its own error.
     """
+    agreed = agreed_error(error, group, device)
+    if agreed is not None:
+        raise agreed
+
+
+def agreed_error(
+    error: BaseException | None, group: dist.ProcessGroup | None, device: torch.device
+) -> StateStoreError | None:
+    """Return what `agree` would raise, for ranks that must go on to meet others.
+
+    An error that this returned may be brought to the next meeting: its text stays as it is.
+    """
     if group is None or not dist.is_initialized() or dist.get_world_size(group) == 1:
-        if error is not None:
-            raise StateStoreError(_describe(error)) from error
-        return
+        if error is None or isinstance(error, StateStoreError):
+            return error
+        return _caused(StateStoreError(_describe(error)), error)
     failed = torch.tensor([int(error is not None)], dtype=torch.int32, device=device)
     dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
     if not failed.item():
-        return
-    told: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, None if error is None else _describe(error), group=group)
-    ranks_by_text: dict[str, list[str]] = {}
+        return None
+    told: list[tuple[str, bool] | None] = [None] * dist.get_world_size(group)
+    mine = None if error is None else (_describe(error), getattr(error, "names_ranks", False))
+    dist.all_gather_object(told, mine, group=group)
+    ranks_by_text: dict[tuple[str, bool], list[str]] = {}
     for rank, text in zip(dist.get_process_group_ranks(group), told, strict=True):
-        if text:
+        if text is not None:
             ranks_by_text.setdefault(text, []).append(str(rank))
-    causes = [f"rank {', '.join(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
-    raise StateStoreError("; ".join(causes)) from error
+    causes = [
+        text if names_ranks else f"rank {', '.join(ranks)}: {text}"
+        for (text, names_ranks), ranks in ranks_by_text.items()
+    ]
+    agreed = StateStoreError("; ".join(causes))
+    agreed.names_ranks = True
+    return _caused(agreed, error)
+
+
+def _caused(agreed: StateStoreError, error: BaseException | None) -> StateStoreError:
+    agreed.__cause__ = error
+    return agreed
 
 
 def _describe(error: BaseException) -> str:

@@ -49,6 +49,12 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
         "quantising params is a collective over all main params at once",
         "leave out --fp4-param-gather",
     ),
+    (
+        "overlap_param_gather_with_optimizer_step",
+        "Megatron allows it with --ckpt-format torch only, which would serialise tensors that are "
+        "on disk",
+        "leave out --overlap-param-gather-with-optimizer-step",
+    ),
     ("use_megatron_fsdp", "Megatron-FSDP owns the optimizer's weights", "leave it out"),
     ("use_torch_fsdp2", "FSDP2 owns the optimizer's weights", "leave it out"),
     (

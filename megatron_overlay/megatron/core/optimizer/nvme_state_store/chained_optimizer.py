@@ -14,11 +14,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..distrib_optimizer import DistributedOptimizer
 from ..optimizer import ChainedOptimizer
 from .agreement import agree, gather
 from .checkpoint import PreparedSnapshot
 from .errors import StateStoreError
+from .layer_wise_optimizer import StreamedLayerWiseOptimizer
 from .store import OptimizerStateStore, new_generation
+
+
+def streamed_chain(optimizer: ChainedOptimizer) -> StreamedChainedOptimizer:
+    """Return the outermost optimizer around what upstream made, whose children stream."""
+    if isinstance(optimizer, StreamedLayerWiseOptimizer):
+        return StreamedChainedOptimizer([optimizer])
+    return StreamedChainedOptimizer(optimizer.chained_optimizers)
 
 
 class StreamedChainedOptimizer(ChainedOptimizer):
@@ -48,9 +57,7 @@ class StreamedChainedOptimizer(ChainedOptimizer):
 
     def _stores(self) -> Iterator[OptimizerStateStore]:
         for optimizer in self.chained_optimizers:
-            store = getattr(optimizer, "_nvme_state_store", None)
-            if store is not None:
-                yield store
+            yield from optimizer.nvme_state_stores()
 
     def _agree(self, error: Exception | None, *, is_fatal: bool = True) -> None:
         """Raise on all ranks if any brings an error; if fatal, no store is usable any more."""
@@ -80,21 +87,33 @@ class StreamedChainedOptimizer(ChainedOptimizer):
     def step_with_ready_grads(self) -> bool:
         """Step every child, agree with all ranks that no store failed, then gather params.
 
-        Each child of upstream gathers the params of the whole model chunk after its own step, so
-        dense ranks would wait in the gather for one whose expert child has failed. So the gathers
-        are put off with upstream's own means.
+        Each child of upstream gathers params after its own step, so ranks would wait in the gather
+        for one whose other child has failed. So the gathers are put off, of distributed optimizers
+        with upstream's own means.
 
         Raises:
             StateStoreError: on all ranks, if the store of any failed.
         """
-        is_overlapped = any(o.ddp_config.overlap_param_gather for o in self.chained_optimizers)
+        is_overlapped = any(
+            isinstance(each, DistributedOptimizer) and each.ddp_config.overlap_param_gather
+            for each in self.chained_optimizers
+        )
         deferred = [] if is_overlapped else self._enable_deferred_mxfp8_param_sync()
+        success = True
         try:
-            success = bool(self._step())
+            for position, optimizer in enumerate(self.chained_optimizers):
+                success &= bool(optimizer.step_with_ready_grads())
+                if position == 0 and self.config.overlap_param_gather_with_optimizer_step:
+                    # Every rank has this child, and starts a gather before the others step.
+                    self._agree(optimizer.take_step_error())
+                    optimizer.model_chunks[0].start_param_sync(force_dispatch=True)
         finally:
             self._disable_deferred_mxfp8_param_sync()
         errors = [optimizer.take_step_error() for optimizer in self.chained_optimizers]
         self._agree(next((error for error in errors if error is not None), None))
+        for optimizer in self.chained_optimizers:
+            if isinstance(optimizer, StreamedLayerWiseOptimizer):
+                optimizer.gather_params()
         self._start_deferred_mxfp8_param_sync(deferred)
         return success
 

@@ -26,7 +26,8 @@ from .errors import StateStoreError
 from .layout import Layout
 from .state_file import StateFile
 
-FORMAT = 1
+FORMAT = 2
+"""Format 1 knew one size for all segments of a bucket, and is still read."""
 MANIFEST = "manifest.json"
 _CHUNK = 16 << 20
 
@@ -57,7 +58,7 @@ class Manifest:
         step: optimizer steps that its state has seen.
         segments: main params and the keys of the optimizer's state: what each bucket holds.
         entries: the shards, in layout order.
-        buckets: (offset, numel, crc32 of the extent) of each bucket.
+        buckets: (offset, elements of each segment, crc32 of the extent) of each bucket.
         resident: crc32 of the file of resident state, or None if there is none.
     """
 
@@ -66,7 +67,7 @@ class Manifest:
     step: int
     segments: tuple[str, ...]
     entries: tuple[EntryRecord, ...]
-    buckets: tuple[tuple[int, int, int], ...]
+    buckets: tuple[tuple[int, tuple[int, ...], int], ...]
     resident: int | None
 
     def to_json(self) -> str:
@@ -82,10 +83,15 @@ def _checksum(document: dict[str, Any]) -> int:
 def _parse(path: Path) -> Manifest:
     try:
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if document["format"] != FORMAT:
-            raise StateStoreError(f"{path}: format {document['format']}, expected {FORMAT}")
+        if document["format"] not in (1, FORMAT):
+            raise StateStoreError(f"{path}: format {document['format']}, expected {FORMAT} or 1")
         if document.pop("checksum") != _checksum(document):
             raise StateStoreError(f"{path}: the checksum is wrong: the checkpoint is damaged")
+        segments = tuple(document["segments"])
+
+        def sizes(numels: Any) -> tuple[int, ...]:
+            return (numels,) * len(segments) if document["format"] == 1 else tuple(numels)
+
         entries = tuple(
             EntryRecord(e["name"], tuple(e["shape"]), e["start"], e["numel"])
             for e in document["entries"]
@@ -94,9 +100,9 @@ def _parse(path: Path) -> Manifest:
             format=FORMAT,
             generation=document["generation"],
             step=document["step"],
-            segments=tuple(document["segments"]),
+            segments=segments,
             entries=entries,
-            buckets=tuple((b[0], b[1], b[2]) for b in document["buckets"]),
+            buckets=tuple((b[0], sizes(b[1]), b[2]) for b in document["buckets"]),
             resident=document["resident"],
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -195,7 +201,7 @@ def prepare_snapshot(
 
 def _copy_state(
     directory: Path, layout: Layout, file: StateFile, generation: str
-) -> tuple[tuple[int, int, int], ...]:
+) -> tuple[tuple[int, tuple[int, ...], int], ...]:
     """Copy the file, and return what the manifest says of its buckets."""
     buckets = []
     copy = StateFile.create(_state_path(directory, generation), layout.file_nbytes)
@@ -209,7 +215,7 @@ def _copy_state(
                 file.read_into(offset, piece)
                 copy.write_from(offset, piece)
                 checksum = zlib.crc32(piece, checksum)
-            buckets.append((bucket.offset, bucket.numel, checksum))
+            buckets.append((bucket.offset, bucket.numels, checksum))
         copy.sync()
         copy.drop_page_cache()
     finally:
@@ -311,9 +317,9 @@ def _check_same(
             f"{len(theirs)}, expected {len(ours)}; first difference: {example}): load it with the "
             "same parallel topology and model"
         )
-    saved = tuple((offset, numel) for offset, numel, _ in manifest.buckets)
-    if saved != tuple((bucket.offset, bucket.numel) for bucket in layout.buckets):
+    saved = tuple((offset, numels) for offset, numels, _ in manifest.buckets)
+    if saved != tuple((bucket.offset, bucket.numels) for bucket in layout.buckets):
         raise StateStoreError(
-            f"{directory}: was saved with other buckets; load it with the same "
-            "--stream-optimizer-state-bucket-numel"
+            f"{directory}: was saved with other buckets, or with state of other sizes; load it "
+            "with the same --stream-optimizer-state-bucket-numel and optimizer"
         )

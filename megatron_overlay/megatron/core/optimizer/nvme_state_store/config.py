@@ -56,8 +56,6 @@ def store_config(config: Any) -> StoreConfig:
 # Tripwire: ../optimizer_config.py::OptimizerConfig.optimizer_cpu_offload
 # Tripwire: ../optimizer_config.py::OptimizerConfig.optimizer_cuda_graph
 # Tripwire: ../optimizer_config.py::OptimizerConfig.reuse_grad_buf_for_mxfp8_param_ag
-# Tripwire: ../optimizer_config.py::OptimizerConfig.overlap_param_gather_with_optimizer_step
-# Tripwire: ../optimizer_config.py::OptimizerConfig.use_layer_wise_distributed_optimizer
 _REFUSED: tuple[tuple[str, str, str], ...] = (
     (
         "use_precision_aware_optimizer",
@@ -79,27 +77,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
         "it copies all main params at once after the step, when they are on disk",
         "leave out --reuse-grad-buf-for-mxfp8-param-ag",
     ),
-    (
-        "overlap_param_gather_with_optimizer_step",
-        "a failure of one rank's disk could not be agreed before its gather starts",
-        "leave out --overlap-param-gather-with-optimizer-step",
-    ),
-    (
-        "use_layer_wise_distributed_optimizer",
-        "whole-matrix optimizers are not streamed yet",
-        "use --optimizer adam with --use-distributed-optimizer",
-    ),
 )
-
-
-# Tripwire: ../__init__.py::_get_megatron_emerging_optimizer
-# Tripwire: ../distrib_optimizer.py::DistributedOptimizer.__init__
-_REFUSED_OPTIMIZERS = {
-    "sgd": "Megatron's distributed optimizer itself refuses it, since it could not be checkpointed",
-    "lion": "Megatron runs it under the layer-wise optimizer, which is not streamed yet",
-}
-_WHOLE_MATRICES = "whole-matrix optimizers are not streamed yet"
-"""Why all the others are refused."""
 
 
 def validate_optimizer_config(config: Any) -> None:
@@ -122,13 +100,13 @@ def validate_optimizer_config(config: Any) -> None:
             "whole FP32 state is on the GPU during construction"
         )
     store_config(config)
-    if config.optimizer != "adam":
-        reason = _REFUSED_OPTIMIZERS.get(config.optimizer, _WHOLE_MATRICES)
+    # Tripwire: ../distrib_optimizer.py::DistributedOptimizer.__init__
+    if config.optimizer == "sgd" and config.use_distributed_optimizer:
         raise ValueError(
-            f"{_ON} cannot be used with --optimizer {config.optimizer}: {reason}; use adam"
+            f"{_ON} cannot be used with --optimizer sgd under the distributed optimizer: Megatron "
+            "itself refuses that, since it could not be checkpointed; leave out "
+            "--use-distributed-optimizer"
         )
-    if not config.use_distributed_optimizer:
-        raise ValueError(f"{_ON} needs the distributed optimizer: add --use-distributed-optimizer")
     if not (config.bf16 or config.fp16):
         raise ValueError(
             f"{_ON} needs 16-bit params: with FP32 params there are no main params to stream; add "

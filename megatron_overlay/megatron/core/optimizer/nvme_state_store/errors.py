@@ -13,7 +13,13 @@ from typing import Any
 
 
 class StateStoreError(RuntimeError):
-    """The state store cannot go on; what its files hold is not to be used before a restore."""
+    """The state store cannot go on; what its files hold is not to be used before a restore.
+
+    Attributes:
+        names_ranks: several ranks agreed on it, and its message names those that failed.
+    """
+
+    names_ranks = False
 
     def __reduce__(self) -> tuple[Callable[..., StateStoreError], tuple[Any, ...], dict[str, Any]]:
         # The default would call __init__ with the finished message as its first argument.

@@ -25,7 +25,8 @@ class Entry:
 
     Attributes:
         record: what it is a shard of.
-        main: its FP32 handle, shape (record.numel,), without storage; carries ``grad``.
+        main: its FP32 handle without storage; carries ``grad``. Shape (record.numel,) of a shard,
+            the param's own of a whole param.
         group: index of its param group in the master optimizer.
         model_shard: returns the 16-bit shard, flat, where the param gather reads it.
     """
@@ -45,10 +46,18 @@ class ModelShards:
     Args:
         entries: in the order of the layout.
         device: where the model is.
+        shapes: if entries are whole, the shapes of each one's main params and state.
     """
 
-    def __init__(self, entries: Sequence[Entry], device: torch.device) -> None:
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        device: torch.device,
+        shapes: Sequence[Sequence[tuple[int, ...]]] | None = None,
+    ) -> None:
         self.entries = tuple(entries)
+        self._shapes = shapes
+        self._strides: dict[int, dict[str, tuple[int, ...]]] = {}
         self._fingerprints: dict[int, torch.Tensor] = {}
         self._norms = torch.zeros(max(len(self.entries), 1), dtype=torch.float32, device=device)
         for index, entry in enumerate(self.entries):
@@ -67,7 +76,10 @@ class ModelShards:
         self._remember(bucket, device)
 
     def check(self, bucket: Bucket) -> None:
-        """Raise a `StateStoreError` if the model's shards are not those last published."""
+        """Raise a `StateStoreError` if the model's shards are not those last published.
+
+        Or if one of them has no gradient.
+        """
         now = fingerprint(self._model_slices(bucket))
         if not torch.equal(now, self._fingerprints[bucket.index]):
             names = sorted({self.entries[piece.entry].record.name for piece in bucket.slices})
@@ -76,32 +88,53 @@ class ModelShards:
                 "store published: something replaced them without refreshing the main params; "
                 "call reload_model_params() after loading weights"
             )
+        for piece in bucket.slices:
+            if self.entries[piece.entry].main.grad is None:
+                raise StateStoreError(f"{self.entries[piece.entry].record.name} has no gradient")
 
     def slices(self, bucket: Bucket, device: DeviceSlot) -> list[ResidentSlice]:
-        """Return the slices of a bucket with their gradients, for the update.
-
-        Raises:
-            StateStoreError: an entry has no gradient.
-        """
+        """Return the slices of a bucket that was checked, with their gradients, for the update."""
         slices = []
         for piece in bucket.slices:
             entry = self.entries[piece.entry]
-            if entry.main.grad is None:
-                raise StateStoreError(f"{entry.record.name} has no gradient")
-            where = slice(piece.offset, piece.offset + piece.numel)
-            slices.append(
-                ResidentSlice(
-                    group=entry.group,
-                    main=device.segment(bucket, MAIN)[where],
-                    grad=entry.main.grad.view(-1)[piece.start : piece.start + piece.numel],
-                    moments={
-                        name: device.segment(bucket, index)[where]
-                        for index, name in enumerate(device.segments)
-                        if index != MAIN
-                    },
-                )
-            )
+            assert entry.main.grad is not None, "checked"
+            grad = entry.main.grad.view(-1)[piece.start : piece.start + piece.numel]
+            tensors = [
+                device.segment(bucket, index)[part.offset : part.offset + part.numel]
+                for index, part in enumerate(piece.parts)
+            ]
+            if self._shapes is not None:
+                shapes = self._shapes[piece.entry]
+                grad = grad.view(shapes[MAIN])
+                tensors = [each.view(shape) for each, shape in zip(tensors, shapes, strict=True)]
+            moments = dict(zip(device.segments, tensors, strict=True))
+            for key, strides in self._strides.get(piece.entry, {}).items():
+                moments[key] = moments[key].as_strided(moments[key].shape, strides)
+            main = moments.pop(device.segments[MAIN])
+            slices.append(ResidentSlice(entry.group, entry.main, main, grad, moments))
         return slices
+
+    def keep_strides(self, bucket: Bucket, slices: Sequence[ResidentSlice]) -> None:
+        """Remember in which order of memory the update left the state of whole params.
+
+        It is not saved: after a load they are row by row, as in stock's own resumed run.
+        """
+        if self._shapes is None:
+            return
+        for piece, resident in zip(bucket.slices, slices, strict=True):
+            strides = {
+                key: value.stride()
+                for key, value in resident.moments.items()
+                if not value.is_contiguous()
+            }
+            if strides:
+                self._strides[piece.entry] = strides
+            else:
+                self._strides.pop(piece.entry, None)
+
+    def forget_strides(self) -> None:
+        """All state is row by row again."""
+        self._strides.clear()
 
     def publish(self, bucket: Bucket, device: DeviceSlot) -> None:
         """Round the main params of a bucket into the model's shards."""

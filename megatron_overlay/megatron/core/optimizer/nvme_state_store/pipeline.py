@@ -27,6 +27,26 @@ from .state_file import StateFile
 
 Stage = Callable[[Bucket, DeviceSlot], None]
 """Something that is done to a bucket while it is resident."""
+Meeting = Callable[[Bucket, Exception | None], Exception | None]
+"""Takes this rank's error to the ranks that the update of a bucket communicates with, and returns
+an error to all of them if any has one. Without such ranks it returns its argument."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What a step does to each bucket between its upload and its download.
+
+    Attributes:
+        check: raises if the bucket must not be updated.
+        meet: called once for every bucket, whatever failed.
+        update: changes main params and state in place; may communicate.
+        publish: copies main params to the model.
+    """
+
+    check: Stage
+    meet: Meeting
+    update: Stage
+    publish: Stage
 
 
 @dataclass
@@ -52,10 +72,12 @@ def run_step(
     engine: IoEngine,
     host: HostSlot,
     device: DeviceSlot,
-    update: Stage,
-    publish: Stage,
+    stages: Stages,
 ) -> StepTimes:
     """Stream every bucket once through the device.
+
+    After an error nothing is done any more, but every meeting is still held: ranks that have not
+    failed wait there.
 
     Args:
         layout: the buckets, walked in order.
@@ -63,33 +85,68 @@ def run_step(
         engine: does the reads and writes.
         host: the host slot.
         device: the device slot.
-        update: changes main params and moments in place.
-        publish: copies main params to the model.
+        stages: what is done to each bucket.
 
     Returns:
         Where the time went.
 
     Raises:
         StateFileError: a read or write failed; the buckets before it are updated, it is not.
+        StateStoreError: a rank that an update communicates with failed.
     """
     times = StepTimes()
+    failed: Exception | None = None
     for bucket in layout.buckets:
-        extent = host.extent(bucket)
-        start = time.monotonic()
-        engine.read(file, bucket.offset, extent).wait()
-        times.read_wait += time.monotonic() - start
-        begun = device.mark()
-        device.upload(bucket, host)
-        uploaded = device.mark()
-        update(bucket, device)
-        publish(bucket, device)
-        updated = device.mark()
-        device.download(bucket, host)
-        downloaded = device.mark()
-        start = time.monotonic()
-        engine.write(file, bucket.offset, extent).wait()
-        times.write_wait += time.monotonic() - start
-        times.upload += device.seconds_between(begun, uploaded)
-        times.update += device.seconds_between(uploaded, updated)
-        times.download += device.seconds_between(updated, downloaded)
+        if failed is None:
+            try:
+                _bring(bucket, file, engine, host, device, times)
+                stages.check(bucket, device)
+            except Exception as error:
+                failed = error
+        failed = stages.meet(bucket, failed)
+        if failed is None:
+            try:
+                start = device.mark()
+                stages.update(bucket, device)
+                stages.publish(bucket, device)
+                times.update += device.seconds_between(start, device.mark())
+                _take_away(bucket, file, engine, host, device, times)
+            except Exception as error:
+                failed = error
+    if failed is not None:
+        raise failed
     return times
+
+
+def _bring(
+    bucket: Bucket,
+    file: StateFile,
+    engine: IoEngine,
+    host: HostSlot,
+    device: DeviceSlot,
+    times: StepTimes,
+) -> None:
+    """Read and upload a bucket."""
+    start = time.monotonic()
+    engine.read(file, bucket.offset, host.extent(bucket)).wait()
+    times.read_wait += time.monotonic() - start
+    begun = device.mark()
+    device.upload(bucket, host)
+    times.upload += device.seconds_between(begun, device.mark())
+
+
+def _take_away(
+    bucket: Bucket,
+    file: StateFile,
+    engine: IoEngine,
+    host: HostSlot,
+    device: DeviceSlot,
+    times: StepTimes,
+) -> None:
+    """Download and write a bucket."""
+    begun = device.mark()
+    device.download(bucket, host)
+    times.download += device.seconds_between(begun, device.mark())
+    start = time.monotonic()
+    engine.write(file, bucket.offset, host.extent(bucket)).wait()
+    times.write_wait += time.monotonic() - start

@@ -3,13 +3,13 @@
 Peak memory is a formula of the layout (invariant 9):
 
     pinned host   `slot_nbytes`                    bytes, for the lifetime of the store
-    device        4 * `slot_numel`                 bytes for each segment, during a step, refresh
-                                                   or load
-                  + 3 * `slot_numel`               during a load, to compare with the model
+    device        4 * sum of `slot_numels`         bytes, during a step, refresh or load
+                  + 3 * `slot_numels[MAIN]`        during a load, to compare with the model
                   + 12 * `PIECE_NUMEL` (50 MB)     for the fingerprints
                   + what the inner optimizer allocates for one bucket (torch's AdamW: 4 *
-                  `slot_numel`; Transformer Engine's FusedAdam: nothing; what makes its state
-                  itself, that state once more in the first step)
+                  `slot_numels[MAIN]`; Transformer Engine's FusedAdam: nothing; Muon: a few times
+                  the largest matrix; what makes its state itself, that state once more in the
+                  first step)
 """
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ class HostSlot:
 
     def segment_bytes(self, bucket: Bucket, index: int) -> memoryview:
         """Return the bytes of one segment, with its padding, for the disk."""
-        start = index * bucket.segment_nbytes
-        return memoryview(self._bytes.numpy())[start : start + bucket.segment_nbytes]
+        where = slice(bucket.starts[index], bucket.starts[index + 1])
+        return memoryview(self._bytes.numpy())[where]
 
     def segment(self, bucket: Bucket, index: int) -> torch.Tensor:
-        """Return one segment as FP32 elements, shape (bucket.numel,)."""
-        start = index * bucket.segment_nbytes
-        flat = self._bytes[start : start + bucket.segment_nbytes].view(torch.float32)
-        return flat[: bucket.numel]
+        """Return one segment as FP32 elements, shape (bucket.numels[index],)."""
+        flat = self._bytes[bucket.starts[index] : bucket.starts[index + 1]].view(torch.float32)
+        return flat[: bucket.numels[index]]
 
 
 class DeviceSlot:
@@ -64,13 +63,12 @@ class DeviceSlot:
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.segments = layout.segments
         self._tensors = [
-            torch.zeros(layout.slot_numel, dtype=torch.float32, device=device)
-            for _ in layout.segments
+            torch.zeros(numel, dtype=torch.float32, device=device) for numel in layout.slot_numels
         ]
 
     def segment(self, bucket: Bucket, index: int) -> torch.Tensor:
-        """Return one segment, shape (bucket.numel,), FP32."""
-        return self._tensors[index][: bucket.numel]
+        """Return one segment, shape (bucket.numels[index],), FP32."""
+        return self._tensors[index][: bucket.numels[index]]
 
     def upload(self, bucket: Bucket, host: HostSlot) -> None:
         """Copy the bucket from the host slot, in order of the current stream."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import logging
+import math
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -15,15 +17,15 @@ import torch
 import torch.distributed as dist
 
 from . import checkpoint
-from .agreement import agree, gather
+from .agreement import agree, agreed_error, gather
 from .bucket_optimizer import update_params, update_slices
 from .config import StoreConfig
 from .errors import StateFileError, StateStoreError
 from .io_engine import IoCounters, SyncEngine
-from .layout import MAIN, Bucket, Layout, make_layout
+from .layout import MAIN, Bucket, Layout, make_layout, make_whole_layout
 from .model_shards import CopyFn, Entry, ModelShards
-from .optimizer_state import InitStateFn, discover_state
-from .pipeline import run_step
+from .optimizer_state import InitStateFn, discover_state, state_shapes
+from .pipeline import Stages, run_step
 from .rank_directory import RankDirectory
 from .resident import Resident, resident_state, set_resident_state
 from .staging import DeviceSlot, HostSlot, device_slot
@@ -72,6 +74,9 @@ class OptimizerStateStore:
         device: where the model is.
         name: names this store among those of its rank; the same in every run of one topology.
         init_state_fn: upstream's, if it has one for this class.
+        peers: None if the entries are flat shards. Whole params may need more than an elementwise
+            update: then these are, for each param group, the groups of ranks that its updates
+            communicate with; all of them walk the same entries of it.
 
     Raises:
         ValueError: the class keeps state that does not stream.
@@ -87,16 +92,32 @@ class OptimizerStateStore:
         device: torch.device,
         name: str,
         init_state_fn: InitStateFn | None = None,
+        peers: Sequence[Sequence[dist.ProcessGroup]] | None = None,
     ) -> None:
         self.name = name
         self.steps = 0
         self.generation = ""
         self.entries = tuple(entries)
         self.resident = tuple(resident)
-        self.keys = discover_state(optimizer, device, init_state_fn)
-        self.layout: Layout = make_layout(
-            [entry.record.numel for entry in self.entries], config.bucket_numel, self.keys.tensors
-        )
+        is_whole = peers is not None
+        self.keys = discover_state(optimizer, device, init_state_fn, is_whole=is_whole)
+        self.layout: Layout
+        self._peers: Sequence[Sequence[dist.ProcessGroup]]
+        self._shapes = self._shapes_of_entries(optimizer, init_state_fn)
+        if self.keys.is_elementwise:
+            numels = [entry.record.numel for entry in self.entries]
+            self.layout = make_layout(numels, config.bucket_numel, self.keys.tensors)
+            self._shards = ModelShards(self.entries, device)
+            self._peers = ((),) * len(optimizer.param_groups)
+        else:
+            self.layout = make_whole_layout(
+                [[math.prod(shape) for shape in each] for each in self._shapes],
+                [entry.group for entry in self.entries],
+                config.bucket_numel,
+                self.keys.tensors,
+            )
+            self._shards = ModelShards(self.entries, device, self._shapes)
+            self._peers = peers or ()
         self._config = config
         self._optimizer = optimizer
         self._group = group
@@ -107,7 +128,17 @@ class OptimizerStateStore:
         self._file: StateFile | None = None
         self._engine = SyncEngine()
         self._host: HostSlot  # from `initialize_main_from_model_params` on
-        self._shards = ModelShards(self.entries, device)
+
+    def _shapes_of_entries(
+        self, optimizer: torch.optim.Optimizer, init_state_fn: InitStateFn | None
+    ) -> list[list[tuple[int, ...]]]:
+        """Return, for each entry, the shapes of its main params and of its state."""
+
+        @functools.cache
+        def shapes(shape: tuple[int, ...], group: int) -> list[tuple[int, ...]]:
+            return [shape, *state_shapes(optimizer, self.keys, init_state_fn, shape, group)]
+
+        return [shapes(tuple(entry.main.shape), entry.group) for entry in self.entries]
 
     @property
     def counters(self) -> IoCounters:
@@ -197,23 +228,21 @@ class OptimizerStateStore:
         self._state = State.STEPPING
         start = time.monotonic()
         before = self._engine.counters
-        with self._collective("step"):
-            if self.resident:
-                update_params(
-                    self._optimizer,
-                    [resident.param for resident in self.resident],
-                    [resident.group for resident in self.resident],
-                )
-            with device_slot(self.layout, self._device) as device:
-                times = run_step(
-                    self.layout,
-                    self._open_file(),
-                    self._engine,
-                    self._host,
-                    device,
-                    self._update,
-                    self._shards.publish,
-                )
+        with self._collective("step"), contextlib.ExitStack() as stack:
+            try:
+                self._update_residents()
+                device = stack.enter_context(device_slot(self.layout, self._device))
+            except Exception as error:
+                self._hold_meetings(error)
+                raise
+            times = run_step(
+                self.layout,
+                self._open_file(),
+                self._engine,
+                self._host,
+                device,
+                Stages(self._check, self._meet, self._update, self._shards.publish),
+            )
             self._set_steps(self.steps + 1)
         self._state = State.READY
         moved = self._engine.counters - before
@@ -341,6 +370,7 @@ class OptimizerStateStore:
             self._open_file().drop_page_cache()
             set_resident_state(self._optimizer, self.keys, self.resident, resident)
             self._set_steps(manifest.step)
+            self._shards.forget_strides()
             self.generation = manifest.generation
             self._compare_with_model()
         saves = gather((self.steps, self.generation), self._group)
@@ -358,30 +388,51 @@ class OptimizerStateStore:
         return True
 
     def read_entry(self, index: int) -> dict[str, torch.Tensor]:
-        """Return an entry's segments by name, FP32 on the host, flat: for tests and tools."""
+        """Return an entry's main params and state, FP32 on the host: for tests and tools."""
         self._require(State.READY)
-        numel = self.entries[index].record.numel
-        segments = self.layout.segments
-        result = {name: torch.empty(numel, dtype=torch.float32) for name in segments}
+        found: dict[str, list[torch.Tensor]] = {name: [] for name in self.layout.segments}
         for bucket in self.layout.buckets:
             mine = [piece for piece in bucket.slices if piece.entry == index]
             if not mine:
                 continue
             self._engine.read(self._open_file(), bucket.offset, self._host.extent(bucket)).wait()
             for piece in mine:
-                for position, name in enumerate(segments):
+                for position, part in enumerate(piece.parts):
                     segment = self._host.segment(bucket, position)
-                    result[name][piece.start : piece.start + piece.numel] = segment[
-                        piece.offset : piece.offset + piece.numel
-                    ]
-        return result
+                    copy = segment[part.offset : part.offset + part.numel].clone()
+                    found[self.layout.segments[position]].append(copy)
+        return {
+            name: torch.cat(pieces).view(shape) if pieces else torch.zeros(shape)
+            for (name, pieces), shape in zip(found.items(), self._shapes[index], strict=True)
+        }
 
     # ------------------------------------------------------------------------- stages of a bucket
 
-    def _update(self, bucket: Bucket, device: DeviceSlot) -> None:
+    def _update_residents(self) -> None:
+        if self.resident:
+            update_params(
+                self._optimizer,
+                [resident.param for resident in self.resident],
+                [resident.group for resident in self.resident],
+            )
+
+    def _check(self, bucket: Bucket, device: DeviceSlot) -> None:
         self._shards.check(bucket)
+
+    def _meet(self, bucket: Bucket, error: Exception | None) -> Exception | None:
+        for group in self._peers[self.entries[bucket.slices[0].entry].group]:
+            error = agreed_error(error, group, self._device)
+        return error
+
+    def _hold_meetings(self, error: Exception | None) -> None:
+        """Go to all meetings of a step that this rank cannot make: its peers wait there."""
+        for bucket in self.layout.buckets:
+            error = self._meet(bucket, error)
+
+    def _update(self, bucket: Bucket, device: DeviceSlot) -> None:
         slices = self._shards.slices(bucket, device)
         update_slices(self._optimizer, self.keys, slices, self.steps)
+        self._shards.keep_strides(bucket, slices)
 
     def _write_mains(self, copy_fn: CopyFn | None) -> int:
         """Fill and write the main segment of every bucket; returns the bytes written."""
@@ -443,7 +494,9 @@ class OptimizerStateStore:
             text = f"NVMe optimizer state store, {what}: {agreed}"
             if is_fatal:
                 self.fail(text)
-            raise StateStoreError(text) from error
+            raised = StateStoreError(text)
+            raised.names_ranks = agreed.names_ranks
+            raise raised from error
 
 
 def new_generation(group: dist.ProcessGroup | None) -> str:
