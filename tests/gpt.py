@@ -135,6 +135,14 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(head + flat.numpy().tobytes()).hexdigest()
 
 
+def digest_of_param(param: torch.Tensor) -> str:
+    """Return the digest of a model param; of a quantised one, of its bytes and their scales."""
+    for data, scales in (("_rowwise_data", "_rowwise_scale_inv"), ("_data", "_scale_inv")):
+        if getattr(param, data, None) is not None:
+            return f"{digest(getattr(param, data))} {digest(getattr(param, scales))}"
+    return digest(param)
+
+
 def state_of(
     model: Sequence[Any],
     optimizer: Any,
@@ -143,7 +151,7 @@ def state_of(
 ) -> State:
     """Take the digests of a training state."""
     tensors = {
-        f"model/{chunk}.{name}": digest(param)
+        f"model/{chunk}.{name}": digest_of_param(param)
         for chunk, module in enumerate(model)
         for name, param in module.named_parameters()
     }

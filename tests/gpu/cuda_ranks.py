@@ -5,15 +5,19 @@ The inner Adam is Transformer Engine's FusedAdam where that is installed, else t
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import multiprocessing
 import os
 import socket
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
+LIMIT_S = 240
+"""A rank that takes longer ends with the stacks of its threads on standard error."""
+GRACE_S = 30
 HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 
 
@@ -30,6 +34,7 @@ def _rank(
         CUDA_DEVICE_MAX_CONNECTIONS="1",
         TORCHDYNAMO_DISABLE="1",
     )
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     try:
         if not HAS_TRANSFORMER_ENGINE:
             from tests import fused_adam
@@ -50,7 +55,7 @@ def run(case: Callable[..., Any], world_size: int = 1, **kwargs: Any) -> list[An
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    running = []
+    running = {}
     for rank in range(world_size):
         receiving, sending = context.Pipe(duplex=False)
         process = context.Process(
@@ -58,15 +63,23 @@ def run(case: Callable[..., Any], world_size: int = 1, **kwargs: Any) -> list[An
         )
         process.start()
         sending.close()
-        running.append((process, receiving))
-    results = []
-    for process, receiving in running:
-        try:
-            results.append(receiving.recv())
-        except EOFError:
-            results.append((False, "died without a word"))
-        process.join(30)
-        process.kill()
+        running[receiving] = rank, process
+    outcomes: dict[int, tuple[bool, Any]] = {}
+    while running:
+        # After a failure the others may wait for that rank forever.
+        is_failing = any(not ok for ok, _ in outcomes.values())
+        ready = wait(list(running), timeout=GRACE_S if is_failing else None)
+        for receiving in list(running):
+            if ready and receiving not in ready:
+                continue
+            rank, process = running.pop(receiving)
+            try:
+                outcomes[rank] = receiving.recv() if ready else (False, "was left waiting")
+            except EOFError:
+                outcomes[rank] = (False, "died without a word")
+            process.join(GRACE_S if ready else 0)
+            process.kill()
+    results = [outcomes[rank] for rank in range(world_size)]
     failures = [text for ok, text in results if not ok]
     if failures:
         raise RuntimeError("\n".join(failures))

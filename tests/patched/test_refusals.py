@@ -21,7 +21,10 @@ def refused_but_unknown(planted: str) -> list[str]:
         *(name for name, _, _ in config._REFUSED if name not in fields),
         *(
             name
-            for name in [planted, *(row[0] for row in arguments._REFUSED)]
+            for name in [
+                *(planted, "fp8_param_gather", "fp8_recipe", "stream_ckpt_dequant"),
+                *(row[0] for row in arguments._REFUSED),
+            ]
             if name not in parsed
         ),
     ]

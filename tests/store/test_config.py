@@ -91,12 +91,19 @@ ARGUMENTS: dict[str, Any] = {
     "stream_optimizer_state_dir": None,
     "ckpt_format": "torch_dist",
     "non_persistent_ckpt_type": None,
+    "fp8_param_gather": False,
+    "fp8_recipe": "delayed",
+    "stream_ckpt_dequant": True,
     **{name: False for name, _, _ in arguments._REFUSED},
 }
 
 
 REFUSED_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
-    ({"fp8_param_gather": True}, "leave out --fp8-param-gather"),
+    ({"fp8_param_gather": True}, "add --no-stream-ckpt-dequant"),
+    (
+        {"fp8_param_gather": True, "fp8_recipe": "mxfp8"},
+        "gathered in the memory of the gradients",
+    ),
     ({"fp4_param_gather": True}, "leave out --fp4-param-gather"),
     ({"overlap_param_gather_with_optimizer_step": True}, "with --ckpt-format torch only"),
     ({"use_megatron_fsdp": True}, "Megatron-FSDP owns"),
@@ -123,7 +130,8 @@ def test_an_argument_that_would_read_evicted_state_is_refused(
 
 @pytest.mark.parametrize("on", [True, False])
 def test_the_flag_alone_switches_deferral(on: bool) -> None:
-    args = SimpleNamespace(**(ARGUMENTS | {"stream_optimizer_state_to_disk": on}))
+    fp8 = {"fp8_param_gather": True, "fp8_recipe": "blockwise"}
+    args = SimpleNamespace(**(ARGUMENTS | fp8 | {"stream_optimizer_state_to_disk": on}))
 
     arguments.validate_arguments(args)
 

@@ -29,7 +29,7 @@ LEAVES = {"deferral"}
 """Imports nothing of the store."""
 ADAPTERS = {
     *("streamed_optimizer", "distributed_optimizer", "float16_optimizer", "layer_wise_optimizer"),
-    *("chained_optimizer", "checkpoint_hooks", "arguments"),
+    *("chained_optimizer", "quantised_params", "checkpoint_hooks", "arguments"),
 }
 """May import everything, Megatron too."""
 WITHOUT_TORCH = {"errors", "config", "layout", "state_file", "rank_directory", "io_engine"}

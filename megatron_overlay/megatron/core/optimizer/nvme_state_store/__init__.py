@@ -12,9 +12,9 @@ Modules by rank; each imports only from the ranks above it, and only the adapter
     checkpoint                 durable snapshot and restore
     model_shards, resident     a bucket and the model's shards; params that do not stream
     store                      lifetime and state; the only class callers hold
-    adapters                   streamed_optimizer, below it distributed_optimizer, float16_optimizer
-                               and layer_wise_optimizer; chained_optimizer; checkpoint_hooks,
+    adapters                   quantised_params; streamed_optimizer, on it distributed_optimizer,
+                               float16_optimizer and layer_wise_optimizer; chained_optimizer;
+                               what hooks call: checkpoint_hooks, arguments
 
-Arguments:
 This file imports nothing, so that a hook of upstream's pays only for the module it names.
 """

@@ -38,15 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 # Tripwire: ../../../training/config/training_config.py::CheckpointConfig.ckpt_convert_format
 # Tripwire: ../../../training/config/training_config.py::CheckpointConfig.dist_ckpt_optim_fully_reshardable
 # Tripwire: ../../../training/arguments.py::validate_args@args.fp8_param_gather,args.fp4_param_gather
+# Tripwire: ../../../training/config/training_config.py::CheckpointConfig.stream_ckpt_dequant
 _REFUSED: tuple[tuple[str, str, str], ...] = (
     (
-        "fp8_param_gather",
-        "quantising params is a collective over all main params at once",
-        "leave out --fp8-param-gather",
-    ),
-    (
         "fp4_param_gather",
-        "quantising params is a collective over all main params at once",
+        "two of its values share a byte, also of two ranks; it needs a GPU to be measured on",
         "leave out --fp4-param-gather",
     ),
     (
@@ -91,6 +87,18 @@ def validate_arguments(args: Any) -> None:
         if getattr(args, name):
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{_ON} cannot be used with {flag}: {reason}; {cure}")
+    if args.fp8_param_gather and args.fp8_recipe == "delayed" and args.stream_ckpt_dequant:
+        raise ValueError(
+            f"{_ON} cannot be used with --fp8-param-gather --fp8-recipe delayed without "
+            "--no-stream-ckpt-dequant: a load would cast weights before it knows their scales, and "
+            "they would not be those of the main params; add --no-stream-ckpt-dequant"
+        )
+    if args.fp8_param_gather and args.fp8_recipe == "mxfp8":
+        raise ValueError(
+            f"{_ON} cannot be used with --fp8-param-gather --fp8-recipe mxfp8: its params are "
+            "gathered in the memory of the gradients, which the step still reads; use --fp8-recipe "
+            "blockwise, or leave out --fp8-param-gather"
+        )
     if args.ckpt_format != "torch_dist":
         raise ValueError(
             f"{_ON} cannot be used with --ckpt-format {args.ckpt_format}: it serialises tensors "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from ..distrib_optimizer import DistributedOptimizer
 from .checkpoint import EntryRecord
 from .model_shards import Entry
+from .quantised_params import in_sixteen_bits, quantised, require_known
 from .resident import Resident
 from .streamed_optimizer import StreamedOptimizer, param_names, refuse
 
@@ -21,15 +23,16 @@ class StreamedDistributedOptimizer(StreamedOptimizer, DistributedOptimizer):
         super().__init__(optimizer, config, *args, **kwargs)
         if self.is_stub_optimizer:
             return
-        # Tripwire: ../../distributed/distributed_data_parallel_config.py::DistributedDataParallelConfig.fp8_param_gather
         # Tripwire: ../../distributed/distributed_data_parallel_config.py::DistributedDataParallelConfig.fp4_param_gather
         # Tripwire: ../../distributed/distributed_data_parallel_config.py::DistributedDataParallelConfig.use_megatron_fsdp
-        for name in ("fp8_param_gather", "fp4_param_gather", "use_megatron_fsdp"):
+        for name in ("fp4_param_gather", "use_megatron_fsdp"):
             if getattr(self.ddp_config, name):
                 raise ValueError(
                     f"--stream-optimizer-state-to-disk cannot be used with {name}: it reads all "
                     f"main params at once; leave it out"
                 )
+        # Also those of which this rank has no part, so that all ranks refuse.
+        require_known(param for buffer in self.buffers for param in buffer.params)
         self._streamed_params: list[torch.nn.Parameter] = []
         self._stream(self._entries(), self._residents(), self.data_parallel_group)
 
@@ -52,7 +55,9 @@ class StreamedDistributedOptimizer(StreamedOptimizer, DistributedOptimizer):
         ):
             for param, main in zip(params, mains, strict=True):
                 self._streamed_params.append(param)
-                entries.append(Entry(record(param), main, group, self._shard_reader(param)))
+                mine = record(param)
+                cast = quantised(param, mine.start, mine.numel)
+                entries.append(Entry(mine, main, group, self._shard_reader(param), cast))
         return entries
 
     def _residents(self) -> list[Resident]:
@@ -83,6 +88,28 @@ class StreamedDistributedOptimizer(StreamedOptimizer, DistributedOptimizer):
 
         return shard
 
+    def _copy_main_params_to_model_params(self) -> None:
+        """Cast quantised params from what the step parked; all others it has published.
+
+        Upstream's call is a collective over all quantised params of all ranks: a rank that owns
+        none of them makes it, too. See [Note: Quantised params].
+        """
+        # Tripwire: ../distrib_optimizer.py::DistributedOptimizer._get_fp8_params_and_shard_fp32_from_fp8
+        # Tripwire: ../../distributed/distributed_data_parallel_config.py::DistributedDataParallelConfig.fp8_param_gather
+        store = self._nvme_state_store
+        if store is None or not self.ddp_config.fp8_param_gather:
+            return
+        view = copy.copy(self)
+        view.model_float16_groups = [[] for _ in self.model_float16_groups]
+        view.shard_fp32_from_float16_groups = [[] for _ in self.model_float16_groups]
+        view.model_fp32_groups = view.shard_fp32_groups = [[] for _ in self.model_fp32_groups]
+        for param, entry in zip(self._streamed_params, store.entries, strict=True):
+            if entry.quantised is not None:
+                view.model_float16_groups[entry.group].append(param)
+                view.shard_fp32_from_float16_groups[entry.group].append(entry.parked())
+        super(StreamedOptimizer, view)._copy_main_params_to_model_params()
+        store.remember_quantised()
+
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
         """Refresh the main params on disk, from the model or from more precise tensors."""
         if self._nvme_state_store is None:
@@ -95,7 +122,8 @@ class StreamedDistributedOptimizer(StreamedOptimizer, DistributedOptimizer):
         def copy_from_state_dict(entry: int, start: int, out: torch.Tensor) -> None:
             param = self._streamed_params[entry]
             begin = self._get_model_param_range_map(param)["param"].start + start
-            out.copy_(tensors[param].reshape(-1)[begin : begin + out.numel()])
+            values = in_sixteen_bits(tensors[param]).reshape(-1)
+            out.copy_(values[begin : begin + out.numel()])
 
         self._nvme_state_store.refresh_main_from_model_params(copy_from_state_dict)
         for params, shards in zip(self.model_fp32_groups, self.shard_fp32_groups, strict=True):

@@ -25,7 +25,7 @@ def fingerprint(shards: Sequence[torch.Tensor]) -> torch.Tensor:
     are at most 12 bytes for each of `PIECE_NUMEL` elements: 50 MB.
 
     Args:
-        shards: flat tensors of a 16-bit dtype on one device.
+        shards: flat tensors of a 16-bit dtype, or of bytes, on one device.
 
     Returns:
         Tensor of shape (2,), int64, on the shards' device; zeros if there are none.
@@ -33,7 +33,9 @@ def fingerprint(shards: Sequence[torch.Tensor]) -> torch.Tensor:
     total: torch.Tensor | None = None
     position = 0
     for shard in shards:
-        for bits in torch.split(shard.detach().view(torch.int16), PIECE_NUMEL):
+        # Bytes stay bytes: a shard of them may start and end anywhere.
+        flat = shard.detach() if shard.dtype == torch.uint8 else shard.detach().view(torch.int16)
+        for bits in torch.split(flat, PIECE_NUMEL):
             position += 1
             weighted = _mix(bits) * (2 * position + 1)
             total = weighted if total is None else total + weighted
@@ -41,7 +43,7 @@ def fingerprint(shards: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _mix(bits: torch.Tensor) -> torch.Tensor:
-    """Return the two numbers of one piece, int16 and flat."""
+    """Return the two numbers of one piece, int16 or uint8 and flat."""
     whole = bits.numel() // _ROW * _ROW
     table, rest = bits[:whole].view(-1, _ROW), bits[whole:]
     by_row = table.sum(dim=1, dtype=torch.int64)

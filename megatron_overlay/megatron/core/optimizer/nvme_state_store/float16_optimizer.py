@@ -18,6 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from ..optimizer import Float16OptimizerWithFloat16Params
 from .checkpoint import EntryRecord
 from .model_shards import Entry
+from .quantised_params import is_quantised
 from .resident import Resident
 from .streamed_optimizer import StreamedOptimizer, param_names
 
@@ -49,6 +50,15 @@ class StreamedFloat16Optimizer(StreamedOptimizer, Float16OptimizerWithFloat16Par
         super().__init__(*args)
         if self.is_stub_optimizer:
             return
+        for chunk in model_chunks:  # also params of other ranks, so that all refuse
+            for param in chunk.parameters():
+                if is_quantised(param):
+                    raise ValueError(
+                        "--stream-optimizer-state-to-disk cannot be used with quantised params "
+                        f"(here {type(param).__name__}) but under the distributed optimizer: any "
+                        "other casts each param by itself when all main params are there; leave "
+                        "out --fp8-param-gather"
+                    )
         names = param_names(model_chunks)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
@@ -70,6 +80,12 @@ class StreamedFloat16Optimizer(StreamedOptimizer, Float16OptimizerWithFloat16Par
             for group, params in enumerate(self.fp32_from_fp32_groups)
             for param in params
         ]
+
+    def _copy_main_params_to_model_params(self) -> None:
+        """Nothing is left to copy: the step published every bucket while it was resident.
+
+        Native FP32 params are stepped where the model has them.
+        """
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
         """Refresh the main params on disk from the model.

@@ -14,9 +14,41 @@ from .fingerprint import fingerprint
 from .layout import MAIN, Bucket
 from .staging import DeviceSlot
 
+E4M3_RELATIVE, E4M3_ABSOLUTE = 1.02 / 16, 2.0**-10 / 112
+"""Bound of the error of an 8-bit value, relative to itself and to the largest of its shard: half a
+unit in the last of 3 bits, and of the smallest number; the 2 % are for the rounding of scales and
+of 16-bit values (measured with every recipe: 0.92 to 0.97 of the bound)."""
+
 CopyFn = Callable[[int, int, torch.Tensor], None]
 """``copy_fn(entry, start, out)`` fills ``out`` (FP32, flat, on the device) with the elements
 ``[start, start + out.numel())`` of an entry's main-param shard."""
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """What else there is of an 8-bit model param: `Entry.model_shard` are its bytes.
+
+    [Note: Quantised params]
+    Quantising needs the largest value of a whole param, or of blocks that ranks share, so upstream
+    casts all params of all ranks in one collective call. It starts with rounding the main params to
+    the param's 16-bit dtype and never looks at FP32 again (Transformer Engine's
+    `quantize_master_weights`, every recipe). Those 16 bits have a free home: the gradient, which
+    nobody needs after the update. So `publish` parks them there, and the optimizer makes upstream's
+    call with the parked tensors when all buckets are done. The slices of an entry ascend, so that
+    its parked half never reaches gradients which are still to be read.
+
+    Attributes:
+        dtype: 16-bit dtype that the cast starts from.
+        values: returns the shard in that dtype, flat: from before it was first cast, if that is
+            still known, else dequantised.
+        scales: returns what belongs to the bytes, as bytes.
+        release: forgets the values from before the first cast.
+    """
+
+    dtype: torch.dtype
+    values: Callable[[], torch.Tensor]
+    scales: Callable[[], torch.Tensor]
+    release: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -28,13 +60,26 @@ class Entry:
         main: its FP32 handle without storage; carries ``grad``. Shape (record.numel,) of a shard,
             the param's own of a whole param.
         group: index of its param group in the master optimizer.
-        model_shard: returns the 16-bit shard, flat, where the param gather reads it.
+        model_shard: returns the model's shard, flat, where the param gather reads it: 16-bit, or
+            bytes of a quantised param.
+        quantised: what else there is of a quantised param, or None.
     """
 
     record: EntryRecord
     main: torch.Tensor
     group: int
     model_shard: Callable[[], torch.Tensor]
+    quantised: Quantised | None = None
+
+    def values(self) -> torch.Tensor:
+        """Return the model's shard in 16 bits, flat."""
+        return self.model_shard() if self.quantised is None else self.quantised.values()
+
+    def parked(self) -> torch.Tensor:
+        """Return where the 16-bit main params of a quantised param wait for the cast, flat."""
+        assert self.quantised is not None and self.main.grad is not None, "it was just stepped"
+        assert self.main.grad.dtype == torch.float32 and self.main.grad.is_contiguous()
+        return self.main.grad.view(-1).view(self.quantised.dtype)[: self.record.numel]
 
 
 class ModelShards:
@@ -67,20 +112,28 @@ class ModelShards:
     def fill(self, bucket: Bucket, device: DeviceSlot, copy_fn: CopyFn | None) -> None:
         """Fill the main params of a bucket from the model's shards, or from ``copy_fn``."""
         main = device.segment(bucket, MAIN)
-        for piece, shard in zip(bucket.slices, self._model_slices(bucket), strict=True):
+        for piece in bucket.slices:
             out = main[piece.offset : piece.offset + piece.numel]
             if copy_fn is None:
-                out.copy_(shard)
+                values = self.entries[piece.entry].values()
+                out.copy_(values[piece.start : piece.start + piece.numel])
             else:
                 copy_fn(piece.entry, piece.start, out)
-        self._remember(bucket, device)
+        self._remember_norms(bucket, device)
+        self.remember(bucket)
+
+    def release_initial_values(self) -> None:
+        """Forget from which values quantised params were made: the main params have them now."""
+        for entry in self.entries:
+            if entry.quantised is not None:
+                entry.quantised.release()
 
     def check(self, bucket: Bucket) -> None:
         """Raise a `StateStoreError` if the model's shards are not those last published.
 
         Or if one of them has no gradient.
         """
-        now = fingerprint(self._model_slices(bucket))
+        now = self._fingerprint(bucket)
         if not torch.equal(now, self._fingerprints[bucket.index]):
             names = sorted({self.entries[piece.entry].record.name for piece in bucket.slices})
             raise StateStoreError(
@@ -137,34 +190,72 @@ class ModelShards:
         self._strides.clear()
 
     def publish(self, bucket: Bucket, device: DeviceSlot) -> None:
-        """Round the main params of a bucket into the model's shards."""
+        """Round the main params of a bucket into the model's shards, or park them for the cast.
+
+        What is parked is not remembered before `remember_quantised`.
+        """
         main = device.segment(bucket, MAIN)
-        for piece, shard in zip(bucket.slices, self._model_slices(bucket), strict=True):
-            shard.copy_(main[piece.offset : piece.offset + piece.numel])
-        self._remember(bucket, device)
+        for piece in bucket.slices:
+            entry = self.entries[piece.entry]
+            target = entry.model_shard() if entry.quantised is None else entry.parked()
+            where = slice(piece.start, piece.start + piece.numel)
+            target[where].copy_(main[piece.offset : piece.offset + piece.numel])
+        self._remember_norms(bucket, device)
+        if not self._has_quantised(bucket):
+            self.remember(bucket)
+
+    def remember_quantised(self, buckets: Sequence[Bucket]) -> None:
+        """Keep the fingerprints of quantised params, after the cast."""
+        for bucket in buckets:
+            if self._has_quantised(bucket):
+                self.remember(bucket)
 
     def compare(self, bucket: Bucket, device: DeviceSlot) -> None:
-        """Raise a `StateStoreError` if the main params of a bucket do not round to the shards."""
+        """Raise a `StateStoreError` if the main params of a bucket are not the model's.
+
+        They must round to 16-bit shards. Quantised ones can't be compared exactly: to cast them
+        again would need the whole param. So weights of another run are found, weights of a step
+        before or after this one are not.
+        """
         main = device.segment(bucket, MAIN)
-        for piece, shard in zip(bucket.slices, self._model_slices(bucket), strict=True):
-            rounded = main[piece.offset : piece.offset + piece.numel].to(shard.dtype)
-            if not torch.equal(rounded.view(torch.int16), shard.view(torch.int16)):
-                name = self.entries[piece.entry].record.name
+        for piece in bucket.slices:
+            entry = self.entries[piece.entry]
+            where = slice(piece.start, piece.start + piece.numel)
+            ours = main[piece.offset : piece.offset + piece.numel]
+            if entry.quantised is None:
+                shard = entry.model_shard()[where]
+                rounded = ours.to(shard.dtype)
+                is_same = torch.equal(rounded.view(torch.int16), shard.view(torch.int16))
+            else:
+                values = entry.values()
+                error = (ours.to(values.dtype).float() - values[where].float()).abs_()
+                bound = ours.abs() * E4M3_RELATIVE + values.abs().max().float() * E4M3_ABSOLUTE
+                is_same = bool((error <= bound).all())
+            if not is_same:
                 raise StateStoreError(
-                    f"the main params of {name} do not round to its model params: weights and "
-                    "optimizer state are of different checkpoints"
+                    f"the main params of {entry.record.name} do not round to its model params: "
+                    "weights and optimizer state are of different checkpoints"
                 )
-        self._remember(bucket, device)
+        self._remember_norms(bucket, device)
+        self.remember(bucket)
 
-    def _model_slices(self, bucket: Bucket) -> list[torch.Tensor]:
-        return [
-            self.entries[piece.entry].model_shard()[piece.start : piece.start + piece.numel]
-            for piece in bucket.slices
-        ]
+    def remember(self, bucket: Bucket) -> None:
+        """Keep the fingerprint of what the model has."""
+        self._fingerprints[bucket.index] = self._fingerprint(bucket)
 
-    def _remember(self, bucket: Bucket, device: DeviceSlot) -> None:
-        """Keep the fingerprint of a bucket and the norms of its entries."""
-        self._fingerprints[bucket.index] = fingerprint(self._model_slices(bucket))
+    def _fingerprint(self, bucket: Bucket) -> torch.Tensor:
+        parts = []
+        for piece in bucket.slices:
+            entry = self.entries[piece.entry]
+            parts.append(entry.model_shard()[piece.start : piece.start + piece.numel])
+            if entry.quantised is not None:
+                parts.append(entry.quantised.scales())
+        return fingerprint(parts)
+
+    def _has_quantised(self, bucket: Bucket) -> bool:
+        return any(self.entries[piece.entry].quantised is not None for piece in bucket.slices)
+
+    def _remember_norms(self, bucket: Bucket, device: DeviceSlot) -> None:
         main = device.segment(bucket, MAIN)
         for piece in bucket.slices:
             norm = torch.linalg.vector_norm(main[piece.offset : piece.offset + piece.numel])

@@ -4,7 +4,9 @@ Peak memory is a formula of the layout (invariant 9):
 
     pinned host   `slot_nbytes`                    bytes, for the lifetime of the store
     device        4 * sum of `slot_numels`         bytes, during a step, refresh or load
-                  + 3 * `slot_numels[MAIN]`        during a load, to compare with the model
+                  + 3 * `slot_numels[MAIN]`        during a load, to compare with the model; if it
+                                                   has quantised params, 16 times, and one of these
+                                                   dequantised, that also in a refresh
                   + 12 * `PIECE_NUMEL` (50 MB)     for the fingerprints
                   + what the inner optimizer allocates for one bucket (torch's AdamW: 4 *
                   `slot_numels[MAIN]`; Transformer Engine's FusedAdam: nothing; Muon: a few times

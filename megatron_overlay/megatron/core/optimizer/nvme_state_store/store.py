@@ -174,6 +174,7 @@ class OptimizerStateStore:
             written = self._write_mains(None)
             self._file.sync()
             self._file.drop_page_cache()
+        self._shards.release_initial_values()
         self._state = State.READY
         logger.info(
             "NVMe optimizer state store: %d buckets, %.3f GB disk, 0 GB host, 0 GB device at %s "
@@ -272,6 +273,13 @@ class OptimizerStateStore:
             self._write_mains(copy_fn)
             self._open_file().sync()
             self._open_file().drop_page_cache()
+
+    def remember_quantised(self) -> None:
+        """Take note of the quantised params, after the step's cast: see [Note: Quantised params].
+
+        Until then the next step would find that somebody changed them.
+        """
+        self._shards.remember_quantised(self.layout.buckets)
 
     def save_to(self, base_dir: str | Path) -> None:
         """Write a snapshot into a directory of this store below ``base_dir``.

@@ -142,12 +142,6 @@ class StreamedOptimizer(MixedPrecisionOptimizer):
         error, self._step_error = self._step_error, None
         return error
 
-    def _copy_main_params_to_model_params(self) -> None:
-        """Nothing is left to copy: the step published every bucket while it was resident.
-
-        Native FP32 params are stepped where the model has them.
-        """
-
     # ----------------------------------------------------------------- offloading and checkpoints
 
     def offload_to_cpu(self) -> None:

@@ -1,0 +1,204 @@
+"""Between a resident bucket and the model: quantised params wait for the cast, and are watched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+import torch
+from megatron.core.optimizer.nvme_state_store.checkpoint import EntryRecord
+from megatron.core.optimizer.nvme_state_store.errors import StateStoreError
+from megatron.core.optimizer.nvme_state_store.layout import MAIN, Layout, make_layout
+from megatron.core.optimizer.nvme_state_store.model_shards import Entry, ModelShards, Quantised
+from megatron.core.optimizer.nvme_state_store.staging import DeviceSlot
+
+CPU = torch.device("cpu")
+NUMELS = (300, 1001, 77)
+
+
+@dataclass
+class Param:
+    """A param of 8 bits with one scale: the sign and a third of the value, in bytes."""
+
+    values: torch.Tensor
+    initial: torch.Tensor | None = None
+    data: torch.Tensor = field(init=False)
+    scale: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cast(self.values)
+
+    def cast(self, values: torch.Tensor) -> None:
+        """What upstream does with all params at once; starts from 16 bits."""
+        assert values.dtype == torch.bfloat16
+        self.scale = values.float().abs().max().view(1) / 127
+        self.data = (values.float() / self.scale).round().to(torch.int8).view(torch.uint8)
+
+    def dequantised(self) -> torch.Tensor:
+        return (self.data.view(torch.int8).float() * self.scale).to(torch.bfloat16)
+
+    def release(self) -> None:
+        self.initial = None
+
+    def quantised(self) -> Quantised:
+        return Quantised(
+            dtype=torch.bfloat16,
+            values=lambda: self.dequantised() if self.initial is None else self.initial,
+            scales=lambda: self.scale.view(torch.uint8),
+            release=self.release,
+        )
+
+
+def some(numel: int, seed: int) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass
+class Model:
+    """Three params, the second of 8 bits, cut into buckets."""
+
+    params: list[Param]
+    entries: list[Entry]
+    layout: Layout
+    shards: ModelShards
+    slots: list[DeviceSlot]
+
+
+@pytest.fixture(params=[64, 256, 10_000])
+def model(request: pytest.FixtureRequest) -> Model:
+    params = [Param(some(numel, seed).bfloat16()) for seed, numel in enumerate(NUMELS)]
+    params[1].initial = params[1].values
+    plain = [param.values.clone() for param in params]
+    entries = [
+        Entry(
+            EntryRecord(f"param{index}", (numel,), 0, numel),
+            torch.empty(numel),
+            0,
+            (lambda: params[1].data) if index == 1 else partial(plain.__getitem__, index),
+            params[1].quantised() if index == 1 else None,
+        )
+        for index, numel in enumerate(NUMELS)
+    ]
+    layout = make_layout(NUMELS, request.param, ("moment",))
+    made = Model(params, entries, layout, ModelShards(entries, CPU), [])
+    for bucket in layout.buckets:
+        made.slots.append(DeviceSlot(layout, CPU))
+        made.shards.fill(bucket, made.slots[-1], None)
+    made.shards.release_initial_values()
+    return made
+
+
+def each_bucket(model: Model, call: Callable[..., None]) -> None:
+    for bucket, slot in zip(model.layout.buckets, model.slots, strict=True):
+        call(bucket, slot)
+
+
+def step(model: Model, seed: int) -> None:
+    """Subtract the gradients from the main params, publish, and cast what was parked."""
+    for index, entry in enumerate(model.entries):
+        entry.main.grad = some(entry.record.numel, seed + index)
+
+    def update(bucket: object, slot: DeviceSlot) -> None:
+        for piece in model.shards.slices(bucket, slot):  # type: ignore[arg-type]
+            piece.main.sub_(piece.grad)
+        model.shards.publish(bucket, slot)  # type: ignore[arg-type]
+
+    each_bucket(model, update)
+    model.params[1].cast(model.entries[1].parked())
+
+
+def mains(model: Model, entry: int) -> torch.Tensor:
+    """Return the main params of an entry, out of the slots of all buckets."""
+    return torch.cat(
+        [
+            slot.segment(bucket, MAIN)[piece.offset : piece.offset + piece.numel]
+            for bucket, slot in zip(model.layout.buckets, model.slots, strict=True)
+            for piece in bucket.slices
+            if piece.entry == entry
+        ]
+    )
+
+
+def test_main_params_start_from_the_values_before_the_first_cast(model: Model) -> None:
+    """Which are more precise than what the model has, and are released then."""
+    for index, param in enumerate(model.params):
+        assert torch.equal(mains(model, index), param.values.float())
+        assert param.initial is None
+    assert not torch.equal(model.params[1].dequantised(), model.params[1].values)
+
+
+def test_parking_reaches_no_gradient_that_is_still_to_be_read(model: Model) -> None:
+    """Wherever an entry is cut; what is cast is the rounding of the main params."""
+    expected = [mains(model, index) for index in range(3)]
+    for seed in (10, 20):
+        step(model, seed)
+        model.shards.remember_quantised(model.layout.buckets)
+        for index in range(3):
+            expected[index] = expected[index] - some(NUMELS[index], seed + index)
+            assert torch.equal(mains(model, index), expected[index])
+        cast = Param(expected[1].bfloat16())
+        assert torch.equal(model.params[1].data, cast.data)
+        assert torch.equal(model.params[1].scale, cast.scale)
+        each_bucket(model, lambda bucket, slot: model.shards.check(bucket))
+
+
+def check_all(model: Model) -> None:
+    each_bucket(model, lambda bucket, slot: model.shards.check(bucket))
+
+
+def test_a_cast_that_was_not_remembered_is_found(model: Model) -> None:
+    """So a step whose cast failed can't be gone on from."""
+    step(model, 10)
+    with pytest.raises(StateStoreError, match="param1"):
+        check_all(model)
+
+
+@pytest.mark.parametrize("part", ["data", "scale"])
+def test_bytes_and_scales_of_quantised_params_are_watched(part: str, model: Model) -> None:
+    """Scales alone would change all values and no byte."""
+    step(model, 10)
+    model.shards.remember_quantised(model.layout.buckets)
+    tensor = getattr(model.params[1], part)
+    tensor.view(torch.uint8)[-1] ^= 1
+    with pytest.raises(StateStoreError, match=r"param1.*not those the store published"):
+        check_all(model)
+
+
+def test_loaded_main_params_must_be_near_the_quantised_values(model: Model) -> None:
+    """As far as 8 bits tell: not those of another run."""
+
+    class E4M3(Param):
+        def cast(self, values: torch.Tensor) -> None:
+            self.scale = values.float().abs().max().view(1) / 448
+            scaled = (values.float() / self.scale).to(torch.float8_e4m3fn)
+            self.data = scaled.view(torch.uint8)
+
+        def dequantised(self) -> torch.Tensor:
+            values = self.data.view(torch.float8_e4m3fn).float()
+            return (values * self.scale).to(torch.bfloat16)
+
+    numel = 1001
+    param = E4M3((some(numel, 3) * torch.logspace(-9, 0, numel)).bfloat16())
+    entry = Entry(
+        EntryRecord("param", (numel,), 0, numel),
+        torch.empty(numel),
+        0,
+        lambda: param.data,
+        param.quantised(),
+    )
+    layout = make_layout([numel], 256, ())
+    shards = ModelShards([entry], CPU)
+    slot = DeviceSlot(layout, CPU)
+
+    def compare(values: torch.Tensor) -> None:
+        for bucket in layout.buckets:
+            for piece in bucket.slices:
+                where = slice(piece.offset, piece.offset + piece.numel)
+                slot.segment(bucket, MAIN)[where] = values[piece.start : piece.start + piece.numel]
+            shards.compare(bucket, slot)
+
+    compare(param.values.float())
+    with pytest.raises(StateStoreError, match="of different checkpoints"):
+        compare(some(numel, 4) * torch.logspace(-9, 0, numel))
