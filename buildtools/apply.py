@@ -42,10 +42,6 @@ class GitEngine:
     def apply(self, patch: Patch) -> None:
         """Apply to worktree and index; `git apply` is all or nothing."""
         self._git.run("apply", "--index", "-", stdin=patch.diff)
-        for change in patch.changes:
-            # git rewrites the file under the umask of whoever builds.
-            path = self._git.worktree / change.path
-            path.chmod(0o755 if path.stat().st_mode & 0o100 else 0o644)
 
     def finish(self) -> None:
         """Compare git's own idea of the tree with ours and drop the repository."""

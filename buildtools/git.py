@@ -90,6 +90,9 @@ class Git:
                 input=stdin,
                 capture_output=True,
                 check=False,
+                # Not a chmod afterwards: that changes a file's times behind the index, which then
+                # "does not match" for the next patch of the file, if the clock has ticked.
+                umask=0o022,
             )
         except FileNotFoundError as error:
             raise BuildError(

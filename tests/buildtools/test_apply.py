@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from buildtools.apply import ENGINES, PythonEngine
+from buildtools.apply import ENGINES, GitEngine, PythonEngine
 from buildtools.archive import sha256_of
 from buildtools.console import BuildError
 from buildtools.git import Git
@@ -200,6 +200,22 @@ def test_the_tree_may_lie_inside_another_repository_that_ignores_it(toy: Toy) ->
     outer.init()
     (toy.root / ".gitignore").write_text("*\n")
 
+    assert toy.assemble("git") == toy.pin.lock
+
+
+def test_no_file_changes_behind_the_index(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the clock ticked meanwhile, the next patch of the file would not match it."""
+
+    def chmod(self: Path, mode: int) -> None:
+        raise AssertionError(f"{self} changes after git has looked at it")
+
+    class Watched(GitEngine):
+        def apply(self, patch: Patch) -> None:
+            with monkeypatch.context() as during:
+                during.setattr(Path, "chmod", chmod)
+                super().apply(patch)
+
+    monkeypatch.setitem(ENGINES, "git", Watched)
     assert toy.assemble("git") == toy.pin.lock
 
 
