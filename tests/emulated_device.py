@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,16 +145,30 @@ def _tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
 class _Inputs:
     """Places of an operator's tensor arguments; settles floating ones beside device tensors."""
 
+    __slots__ = ("any_device", "any_floating", "any_host_array", "num_tensors", "storages")
+
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.storages: dict[int, torch.UntypedStorage] = {}
         self.any_device = False
         self.any_host_array = False
-        self.any_floating = False
         self.num_tensors = 0
-        floating = []
-        for tensor in _tensors_in((args, tuple(kwargs.values()))):
+        floating: list[torch.UntypedStorage] = []
+        self._look_at(args, floating)
+        if kwargs:
+            self._look_at(kwargs.values(), floating)
+        self.any_floating = bool(floating) and not self.any_device
+        if self.any_device:
+            for storage in floating:
+                REGISTRY.put(storage, Place.DEVICE)
+
+    def _look_at(self, values: Iterable[Any], floating: list[torch.UntypedStorage]) -> None:
+        for value in values:
+            if isinstance(value, (list, tuple)):
+                self._look_at(value, floating)
+            if not isinstance(value, torch.Tensor):
+                continue
             self.num_tensors += 1
-            storage = storage_of(tensor)
+            storage = storage_of(value)
             if storage is None:
                 continue
             self.storages[storage._cdata] = storage
@@ -163,16 +177,11 @@ class _Inputs:
                 self.any_device = True
             elif place is Place.FLOATING:
                 floating.append(storage)
-            elif tensor.dim() > 0 and _REAL.device.__get__(tensor).type == "cpu":
+            elif value.dim() > 0 and _REAL.device.__get__(value).type == "cpu":
                 self.any_host_array = True
-        if self.any_device:
-            for storage in floating:
-                REGISTRY.put(storage, Place.DEVICE)
-        else:
-            self.any_floating = bool(floating)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Backward:
     """Places that the operators of one backward pass have touched so far."""
 
@@ -189,6 +198,11 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._generator = generator
         self._backward = _Backward()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Without a wrapper that costs a tenth of each operator: `install` switches dynamo off."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,
@@ -196,7 +210,7 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = dict(kwargs) if kwargs else {}
         inputs = _Inputs(args, kwargs)
         if inputs.any_device and inputs.any_host_array and not _may_mix(func):
             raise RuntimeError(
@@ -220,6 +234,8 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _DESTINATION.place is not None and func is torch.ops.aten._to_copy.default:
             return _DESTINATION.place
         inherited = Place.DEVICE if inputs.any_device else Place.HOST
+        if not kwargs:
+            return Place.FLOATING if inputs.any_floating else inherited
         device: torch.device | None = kwargs.get("device")
         is_from_python = "pin_memory" in kwargs
         if kwargs.get("pin_memory"):
@@ -241,10 +257,11 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _watch_backward(self, inputs: _Inputs) -> None:
         task = torch._C._current_graph_task_id()
-        if task != self._backward.task:
-            self._backward = _Backward(task)
-        self._backward.saw_device |= inputs.any_device
-        self._backward.saw_host |= inputs.any_host_array
+        backward = self._backward
+        if task != backward.task:
+            self._backward = backward = _Backward(task)
+        backward.saw_device |= inputs.any_device
+        backward.saw_host |= inputs.any_host_array
 
     def _place_of_creation(self) -> Place:
         """Zero gradients that the engine makes belong to the device if the whole pass does."""
@@ -254,7 +271,9 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Place.FLOATING
 
     def _record(self, out: Any, place: Place, inputs: _Inputs) -> None:
-        for tensor in _tensors_in((out,)):
+        if not inputs.storages and place is Place.HOST:
+            return
+        for tensor in (out,) if isinstance(out, torch.Tensor) else _tensors_in((out,)):
             storage = storage_of(tensor)
             if storage is None:
                 continue

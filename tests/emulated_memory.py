@@ -56,11 +56,14 @@ class Counter:
         """Add `nbytes` (negative: released) and `num_storages`."""
         self.nbytes += nbytes
         self.num_storages += num_storages
-        self.total_allocated_storages += max(num_storages, 0)
-        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
-        self.peak_num_storages = max(self.peak_num_storages, self.num_storages)
+        if num_storages > 0:
+            self.total_allocated_storages += num_storages
+            if self.num_storages > self.peak_num_storages:
+                self.peak_num_storages = self.num_storages
         if nbytes >= 0:
             self.total_allocated_nbytes += nbytes
+            if self.nbytes > self.peak_nbytes:
+                self.peak_nbytes = self.nbytes
         else:
             self.total_freed_nbytes -= nbytes
 
@@ -70,11 +73,12 @@ class Counter:
         self.peak_num_storages = self.num_storages
 
 
-@dataclass
+@dataclass(slots=True)
 class _Entry:
     reference: weakref.ref[torch.UntypedStorage]
     place: Place
     nbytes: int
+    counter: Counter | None
 
 
 class StorageRegistry:
@@ -108,32 +112,35 @@ class StorageRegistry:
                 return
             nbytes = storage.nbytes()
             reference = weakref.ref(storage, lambda _: self._drop(key))
-            self._entries[key] = _Entry(reference, place, nbytes)
-            if place in self.counters:
-                self.counters[place].change(nbytes, 1)
+            counter = self.counters.get(place)
+            self._entries[key] = _Entry(reference, place, nbytes, counter)
+            if counter is not None:
+                counter.change(nbytes, 1)
 
     def update_size(self, storage: torch.UntypedStorage) -> None:
         """Recount `storage` after something may have resized it."""
-        with self._lock:
-            entry = self._entries.get(storage._cdata)
-            if entry is not None:
-                self._resize(entry, storage.nbytes())
+        entry = self._entries.get(storage._cdata)
+        if entry is not None and entry.nbytes != storage.nbytes():
+            with self._lock:
+                self._resize(self._entries[storage._cdata], storage.nbytes())
 
     def _resize(self, entry: _Entry, nbytes: int) -> None:
         """Count the new block before the old one goes: torch allocates, copies, then frees."""
-        if nbytes != entry.nbytes and entry.place in self.counters:
-            self.counters[entry.place].change(nbytes)
-            self.counters[entry.place].change(-entry.nbytes)
+        if nbytes != entry.nbytes and entry.counter is not None:
+            entry.counter.change(nbytes)
+            entry.counter.change(-entry.nbytes)
         entry.nbytes = nbytes
 
     def _drop(self, key: int) -> None:
         with self._lock:
             entry = self._entries.pop(key, None)
-            if entry is not None and entry.place in self.counters:
-                self.counters[entry.place].change(-entry.nbytes, -1)
+            if entry is not None and entry.counter is not None:
+                entry.counter.change(-entry.nbytes, -1)
 
 
 REGISTRY = StorageRegistry()
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
@@ -141,15 +148,11 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
     Sparse tensors have none, and subclasses that only wrap other tensors (`ShardedTensor`) refuse.
     """
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        with torch._C.DisableTorchFunctionSubclass():
-            return _storage_or_none(tensor)
-    return _storage_or_none(tensor)
-
-
-def _storage_or_none(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     try:
-        return tensor.untyped_storage()
+        if type(tensor) in _PLAIN:
+            return tensor.untyped_storage()
+        with torch._C.DisableTorchFunctionSubclass():
+            return tensor.untyped_storage()
     except NotImplementedError:
         return None
 

@@ -33,20 +33,18 @@ from tests.megatron_site import make_site, run_pytest
 HERE = Path(__file__).parent
 
 PARITY = "tests/patched/test_streaming_parity.py"
-RESUME = (
-    "tests/patched/test_streaming_checkpoint.py::test_resumed_streamed_run_equals_straight_runs"
-)
+RESUMED = f"{PARITY}::test_streamed_run_equals_the_stock_run[dp2-one-bucket]"
 HEADERS = [parse_header(patch.message) for patch in load_patches(PATCHES)]
 NODES = [
     *(
         f"{PARITY}::test_streamed_run_equals_the_stock_run[{name}]"
-        for name in ("dp2-one-bucket", "tp2", "pp2", "ep2-dp4", "overlapped", "fp16-overflow")
+        for name in ("tp2", "pp2", "overlapped", "fp16-overflow", "adam-replicated", "muon")
     ),
+    RESUMED,
     f"{PARITY}::test_params_norm_is_that_of_the_stock_run[ep2-dp4]",
-    f"{RESUME}[dp2]",
     *(header.trailers["Guard-Test"] for header in HEADERS if header.trailers["Reason"] == "hook"),
 ]
-"""Parity for each kind of parallelism, a resume, and the guard of every hook."""
+"""Parity and resume for kinds of parallelism and of optimizers, and the guard of every hook."""
 
 _NORM = "0010-training-take-the-norm-of-streamed-main-params.patch: "
 ATTENTION = {
@@ -58,6 +56,8 @@ ATTENTION = {
         f"{' ' * 20}# A streamed main param is on disk: one element, its norm, stands for it.",
         f"{_NORM}the resolution left out +"
         f"{' ' * 20}return getattr(param.main_param, 'nvme_l2_norm', param.main_param), True",
+        f"{_NORM}the resolution left out +"
+        f"{' ' * 12}return getattr(param.main_param, 'nvme_l2_norm', param.main_param), False",
     ],
     "0.19.0": [],
 }
@@ -206,7 +206,7 @@ def test_a_resolution_without_the_load_hook_is_found(
     checkpointing = Path("megatron", "training", "checkpointing.py")
     shutil.copyfile(wrong.tree / checkpointing, broken / checkpointing)
 
-    found, output = results([f"{RESUME}[dp2]"], broken, tmp_path)
+    found, output = results([RESUMED], broken, tmp_path)
 
     (result,) = found.values()
     assert "the model params are not those the store published" in result, output

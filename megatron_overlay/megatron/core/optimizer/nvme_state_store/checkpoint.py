@@ -31,6 +31,9 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 _CHUNK = 16 << 20
 
+Strides = tuple[tuple[int, str, tuple[int, ...]], ...]
+"""In which order of memory state lies in its segment: see `ModelShards.strides`."""
+
 
 @dataclass(frozen=True)
 class EntryRecord:
@@ -60,6 +63,7 @@ class Manifest:
         entries: the shards, in layout order.
         buckets: (offset, elements of each segment, crc32 of the extent) of each bucket.
         resident: crc32 of the file of resident state, or None if there is none.
+        strides: (entry, key, strides) of state that does not lie row by row in its segment.
     """
 
     format: int
@@ -69,6 +73,7 @@ class Manifest:
     entries: tuple[EntryRecord, ...]
     buckets: tuple[tuple[int, tuple[int, ...], int], ...]
     resident: int | None
+    strides: Strides = ()
 
     def to_json(self) -> str:
         """Return the text of the manifest, with a checksum of itself."""
@@ -104,6 +109,7 @@ def _parse(path: Path) -> Manifest:
             entries=entries,
             buckets=tuple((b[0], sizes(b[1]), b[2]) for b in document["buckets"]),
             resident=document["resident"],
+            strides=tuple((s[0], s[1], tuple(s[2])) for s in document.get("strides", ())),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise StateStoreError(f"{path}: cannot be read as a manifest: {error!r}") from error
@@ -160,6 +166,7 @@ def prepare_snapshot(
     step: int,
     resident: bytes | None,
     generation: str,
+    strides: Strides = (),
 ) -> PreparedSnapshot:
     """Write the data of a snapshot of ``file`` into ``directory``: all but a rename.
 
@@ -171,6 +178,7 @@ def prepare_snapshot(
         step: the store's step counter.
         resident: serialized state of params that do not stream, or None.
         generation: letters and digits that no other save uses; the same on all ranks.
+        strides: as in the manifest.
 
     Raises:
         StateFileError: reading, writing or syncing the data failed; nothing of it is left.
@@ -186,6 +194,7 @@ def prepare_snapshot(
         entries=tuple(entries),
         buckets=(),
         resident=None if resident is None else zlib.crc32(resident),
+        strides=strides,
     )
     try:
         manifest = replace(manifest, buckets=_copy_state(directory, layout, file, generation))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .bucket_optimizer import ResidentSlice
-from .checkpoint import EntryRecord
+from .checkpoint import EntryRecord, Strides
 from .errors import StateStoreError
 from .fingerprint import fingerprint
 from .layout import MAIN, Bucket
@@ -167,11 +167,26 @@ class ModelShards:
             slices.append(ResidentSlice(entry.group, entry.main, main, grad, moments))
         return slices
 
-    def keep_strides(self, bucket: Bucket, slices: Sequence[ResidentSlice]) -> None:
-        """Remember in which order of memory the update left the state of whole params.
+    @property
+    def strides(self) -> Strides:
+        """(entry, key, strides) of state that an update left in another order than row by row.
 
-        It is not saved: after a load they are row by row, as in stock's own resumed run.
+        It lies so in the file, too. A class may make such tensors, and products round by it.
         """
+        return tuple(
+            (entry, key, strides)
+            for entry, by_key in sorted(self._strides.items())
+            for key, strides in sorted(by_key.items())
+        )
+
+    @strides.setter
+    def strides(self, strides: Strides) -> None:
+        self._strides = {}
+        for entry, key, each in strides:
+            self._strides.setdefault(entry, {})[key] = each
+
+    def keep_strides(self, bucket: Bucket, slices: Sequence[ResidentSlice]) -> None:
+        """Remember in which order of memory the update left the state of whole params."""
         if self._shapes is None:
             return
         for piece, resident in zip(bucket.slices, slices, strict=True):
@@ -184,10 +199,6 @@ class ModelShards:
                 self._strides[piece.entry] = strides
             else:
                 self._strides.pop(piece.entry, None)
-
-    def forget_strides(self) -> None:
-        """All state is row by row again."""
-        self._strides.clear()
 
     def publish(self, bucket: Bucket, device: DeviceSlot) -> None:
         """Round the main params of a bucket into the model's shards, or park them for the cast.

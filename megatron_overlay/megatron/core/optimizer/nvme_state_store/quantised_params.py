@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from megatron.core.fp4_utils import is_nvfp4tensor
 from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
-from megatron.core.fp8_utils import is_grouped_tensor_with_quantized_storage as is_grouped
 
+from ..distrib_optimizer import DistributedOptimizer
 from .model_shards import Quantised
 
 SCALES = {"Float8Tensor": "_scale_inv", "Float8BlockwiseQTensor": "_rowwise_scale_inv"}
@@ -18,7 +18,7 @@ the recipes delayed and tensorwise, and blockwise."""
 
 def is_quantised(param: torch.Tensor) -> bool:
     """Return whether a param is of a class of Transformer Engine's that keeps few bits."""
-    return bool(is_float8tensor(param) or is_nvfp4tensor(param) or is_grouped(param))
+    return bool(DistributedOptimizer._is_distopt_quantized_param(param) or is_nvfp4tensor(param))
 
 
 def require_known(params: Iterable[torch.Tensor]) -> None:

@@ -314,6 +314,7 @@ class OptimizerStateStore:
                     self.steps,
                     resident_state(self._optimizer, self.resident),
                     generation,
+                    self._shards.strides,
                 )
         except StateStoreError:
             if prepared is not None:
@@ -378,7 +379,7 @@ class OptimizerStateStore:
             self._open_file().drop_page_cache()
             set_resident_state(self._optimizer, self.keys, self.resident, resident)
             self._set_steps(manifest.step)
-            self._shards.forget_strides()
+            self._shards.strides = manifest.strides
             self.generation = manifest.generation
             self._compare_with_model()
         saves = gather((self.steps, self.generation), self._group)
@@ -409,10 +410,14 @@ class OptimizerStateStore:
                     segment = self._host.segment(bucket, position)
                     copy = segment[part.offset : part.offset + part.numel].clone()
                     found[self.layout.segments[position]].append(copy)
-        return {
+        result = {
             name: torch.cat(pieces).view(shape) if pieces else torch.zeros(shape)
             for (name, pieces), shape in zip(found.items(), self._shapes[index], strict=True)
         }
+        for entry, key, strides in self._shards.strides:
+            if entry == index:
+                result[key] = result[key].as_strided(result[key].shape, strides)
+        return result
 
     # ------------------------------------------------------------------------- stages of a bucket
 
