@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.gpu.test_transformer_engine import ROWS as TRANSFORMER_ENGINE
 from tests.patched.resume import SAVED_AT
 from tests.patched.scenarios import GROUPS, UNTIL
 from tests.store.test_config import (
@@ -36,6 +37,12 @@ saved after {SAVED_AT} steps, and loaded and gone on with in fresh processes, ag
 without a break.
 """
 
+_GPU = """A GPT with layers and FusedAdam of Transformer Engine; 10 steps stock, streamed, and
+streamed with a save and a resume, by `pytest -m gpu tests/gpu/test_transformer_engine.py`, which CI
+cannot run: see [benchmarks](benchmarks/2026-11-30-muon.md) for when and on what. Of 8-bit params
+bytes and scales are compared.
+"""
+
 
 def render() -> str:
     """Return the text of the document."""
@@ -52,6 +59,13 @@ def _lines() -> Iterator[str]:
             resumed = "same bits" if each.is_resumed else "-"
             yield f"| {each.shows} | {each.world_size} | same bits | {resumed} | `{each.name}` |"
         yield ""
+    yield "## On a GPU\n"
+    yield _GPU
+    yield "| arguments | row |"
+    yield "|---|---|"
+    for name, arguments in TRANSFORMER_ENGINE.items():
+        yield f"| `{' '.join(arguments)}` | `{name}` |"
+    yield ""
     yield "## Refused\n"
     yield "At the start, before any file is made (`tests/store/test_config.py`).\n"
     yield "| setting | message |"

@@ -582,6 +582,13 @@ PARALLELISM = [
         shows="gradient reduction and param gather overlapped",
     ),
     Scenario(
+        "overlapped-with-the-step",
+        4,
+        [*gpt.BF16, *VPP, *OVERLAPPED, "--global-batch-size", "8"],
+        whole={"overlap_param_gather_with_optimizer_step": True},
+        shows="the param gather of the first model chunk overlapped with the step of the others",
+    ),
+    Scenario(
         "optimizer-instances",
         4,
         [*gpt.BF16, "--num-distributed-optimizer-instances", "2"],

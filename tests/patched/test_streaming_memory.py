@@ -172,6 +172,68 @@ def test_pinned_bytes_are_those_of_the_host_slot(scenario: str, bytes_of: BytesO
     assert 4 * found["slot_numel"] <= main < 4 * found["slot_numel"] + 4096
 
 
+def measure_whole_params(directory: str, base: str, arguments: list[str]) -> dict[str, int]:
+    """Measure construction, refresh and load of stores of whole params, without any update."""
+    from megatron.core.optimizer.nvme_state_store import store as store_module
+
+    vars(store_module)["update_slices"] = lambda *args: None
+    found = measure_optimizer_construction()
+
+    def look(model: Sequence[Any], optimizer: Any) -> None:
+        stores = list(optimizer._stores())
+        entries = [entry for store in stores for entry in store.entries]
+        found["slot"] = 4 * max(sum(store.layout.slot_numels) for store in stores)
+        found["rounded"] = 2 * max(store.layout.slot_numels[0] for store in stores)
+        found["mains"] = 4 * sum(entry.record.numel for entry in entries)
+        found["largest"] = 4 * max(entry.record.numel for entry in entries)
+        found["storage"] = sum(entry.main.untyped_storage().nbytes() for entry in entries)
+        fill_grads(model)
+        optimizer.prepare_grads()
+        found["step"] = max(measured(store.step) for store in stores)
+        found["refresh"] = measured(optimizer.reload_model_params)
+        found["save"] = measured(lambda: optimizer.save_stores(Path(base)))
+        found["load"] = measured(lambda: optimizer.load_stores(Path(base)))
+        raise Stopped
+
+    try:
+        flags = streaming.flags(directory, 8_000)
+        gpt.train([*gpt.REPLICATED, *arguments, *flags], 0, after_setup=look)
+    except Stopped:
+        return found
+    raise AssertionError("setup did not reach the callback")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--optimizer", "muon"],
+        ["--optimizer", "muon", "--use-distributed-optimizer"],
+        ["--optimizer", "soap", "--use-distributed-optimizer"],
+    ],
+    ids=["adam", "muon", "muon-layer-wise", "soap-layer-wise"],
+)
+def test_whole_params_take_a_slot_and_never_all_of_their_main_params(
+    arguments: list[str], ranks: RankPool, tmp_path: Path
+) -> None:
+    """At construction, too; a slot holds the cap, or the largest matrix with its state."""
+    (found,) = ranks.run(
+        measure_whole_params,
+        directory=str(tmp_path / "state"),
+        base=str(tmp_path / "saved"),
+        arguments=arguments,
+    )
+
+    assert found["storage"] == 0
+    assert found["construction"] <= max(found["slot"], found["largest"]) + SMALL
+    if "soap" not in arguments:  # whose state of one matrix is more than all of these main params
+        assert found["construction"] < found["mains"]
+    for what in ("step", "refresh", "load"):
+        rounded = found["rounded"] if what == "load" else 0
+        assert found[what] <= found["slot"] + rounded + SMALL
+    assert found["save"] < SMALL
+
+
 def look_at_file(directory: str) -> dict[str, Any]:
     """Compare the file after construction with the model, and look at its page cache."""
     from megatron.core.optimizer.nvme_state_store.store import OptimizerStateStore

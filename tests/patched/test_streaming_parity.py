@@ -101,6 +101,44 @@ def test_empty_scenario_has_ranks_without_any_part_of_a_group(
     assert min(len(each) for each in groups) < max(len(each) for each in groups)
 
 
+def gathers(scenario: Scenario, directory: str | None) -> list[str]:
+    """Return which functions of upstream gather params in two steps, in order."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+
+    found: list[str] = []
+
+    def count(kind: type, name: str) -> None:
+        original = getattr(kind, name)
+
+        def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            found.append(name)
+            return original(self, *args, **kwargs)
+
+        setattr(kind, name, counted)
+
+    count(_ParamAndGradBucketGroup, "start_param_sync")
+    count(LayerWiseDistributedOptimizer, "allgather_params")
+    train(scenario, directory, until=2)
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["muon", "muon-native-fp32", "muon-ping-pong-overlapped", "overlapped-with-the-step"]
+)
+def test_params_are_gathered_as_often_as_by_stock(
+    name: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Once: neither twice, by the layer-wise optimizer and its sibling, nor never."""
+    scenario = by_name(name)
+    stock = ranks.run(gathers, scenario.world_size, scenario=scenario, directory=None)
+
+    streamed = ranks.run(gathers, scenario.world_size, scenario=scenario, directory=str(tmp_path))
+
+    assert [sorted(each) for each in streamed] == [sorted(each) for each in stock]
+    assert all(stock)
+
+
 def describe_stores(model: Sequence[Any], optimizer: Any) -> None:
     """End the run with what the stores hold."""
     stores = list(optimizer._stores())
