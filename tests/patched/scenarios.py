@@ -487,6 +487,18 @@ WHOLE_PARAMS = [
         shows="the same without a param layout",
     ),
     Scenario(
+        "muon-cp2",
+        4,
+        [*LAYER_WISE, "--context-parallel-size", "2"],
+        shows="Muon with CP 2 and DP 2 (attention within a rank's part: the local one knows no CP)",
+    ),
+    Scenario(
+        "muon-shared-experts",
+        2,
+        [*PING_PONG, *EP2, "--moe-shared-expert-intermediate-size", "64"],
+        shows="Muon with shared experts, EP 2",
+    ),
+    Scenario(
         "muon-mtp",
         2,
         [*LAYER_WISE, *MTP, "--muon-scale-mode", "unit_rms_norm"],
