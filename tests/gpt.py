@@ -83,6 +83,7 @@ class Run:
     final: State
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float | None] = field(default_factory=list)
+    num_zeros: list[float | None] = field(default_factory=list)
     skipped: list[bool] = field(default_factory=list)
     num_params: int = 0
     device_nbytes: int = 0
@@ -233,6 +234,7 @@ def train(
         final=state_of(model, optimizer, scheduler, optimizer_tensors),
         losses=run.losses,
         grad_norms=run.grad_norms,
+        num_zeros=run.num_zeros,
         skipped=run.skipped,
         num_params=sum(param.numel() for chunk in model for param in chunk.parameters()),
         device_nbytes=device_nbytes,
@@ -287,7 +289,7 @@ def _step(iteration: int, model: Sequence[Any], optimizer: Any, scheduler: Any, 
     for chunk in model:
         chunk.train()
     iterators = [RerunDataIterator(batches(iteration)) for _ in model]
-    losses, skipped, _, _, _, grad_norm, *_ = train_step(
+    losses, skipped, _, _, _, grad_norm, num_zeros, *_ = train_step(
         forward_step,
         iterators if len(iterators) > 1 else iterators[0],
         model,
@@ -299,6 +301,7 @@ def _step(iteration: int, model: Sequence[Any], optimizer: Any, scheduler: Any, 
     )
     run.losses.extend(float(loss) for loss in losses.values())
     run.grad_norms.append(None if grad_norm is None else float(grad_norm))
+    run.num_zeros.append(None if num_zeros is None else float(num_zeros))
     run.skipped.append(bool(skipped))
 
 

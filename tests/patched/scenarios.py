@@ -219,6 +219,12 @@ def change_hyperparameters(model: Sequence[Any], optimizer: Any) -> None:
     optimizer.step = changed_step
 
 
+def offload_and_restore(model: Sequence[Any], optimizer: Any) -> None:
+    """What RL frameworks do between training and inference."""
+    optimizer.offload_to_cpu()
+    optimizer.restore_from_cpu()
+
+
 TINY = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --make-vocab-size-divisible-by 16"
 OVERFLOWING = ("--initial-loss-scale", str(2**19), "--hysteresis", "1")
 # The first steps overflow, so that state which is made in the first step is made later.
@@ -231,6 +237,7 @@ PING_PONG = (*LAYER_WISE, "--no-use-layer-wise-param-layout")
 EP2 = (*gpt.MOE, "--expert-model-parallel-size", "2")
 VPP = (*PP2, "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
 MTP = ("--mtp-num-layers", "1", "--position-embedding-type", "rope")
+COUNT_ZEROS = "--log-num-zeros-in-grad"
 OVERLAPPED = ("--overlap-grad-reduce", "--overlap-param-gather")
 
 # Gradient norms of this model are about 1: 0.05 clips every step.
@@ -253,6 +260,14 @@ FP16 = Scenario(
 
 OPTIMIZERS = [
     DP1,
+    Scenario(
+        "offloaded",
+        2,
+        NATIVE.arguments,
+        native_fp32=NATIVE.native_fp32,
+        after_setup=offload_and_restore,
+        shows="offload_to_cpu and restore_from_cpu before the first step, some params in FP32",
+    ),
     Scenario(
         "fused-adam-l2",
         2,
@@ -497,6 +512,12 @@ WHOLE_PARAMS = [
         2,
         [*PING_PONG, *EP2, "--moe-shared-expert-intermediate-size", "64"],
         shows="Muon with shared experts, EP 2",
+    ),
+    Scenario(
+        "muon-mtp-detached",
+        2,
+        [*PING_PONG, *MTP, "--mtp-detach-heads", "--clip-grad", "0.05", COUNT_ZEROS],
+        shows="Muon without a param layout, detached MTP heads clipped by a norm of their own",
     ),
     Scenario(
         "muon-mtp",

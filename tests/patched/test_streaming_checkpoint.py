@@ -241,6 +241,31 @@ def attempt_with(
     return attempt(scenario, directory, load)
 
 
+def load_markers(directory: str) -> list[str]:
+    """Load markers of a fresh state and of one that has seen three steps; return the errors."""
+    errors: list[str] = []
+
+    def act(model: Sequence[Any], optimizer: Any) -> None:
+        marker = optimizer.state_dict()
+        errors.append(raised(lambda: optimizer.load_state_dict(marker)))
+        marker["nvme_state_store"]["steps"] = 3
+        errors.append(raised(lambda: optimizer.load_state_dict(marker)))
+        raise Stopped
+
+    arguments = [*gpt.BF16, *streaming.flags(directory)]
+    assert raised(lambda: gpt.train(arguments, 0, after_setup=act)) == "Stopped: "
+    return errors
+
+
+def test_a_framework_that_did_not_load_the_state_is_told(ranks: RankPool, tmp_path: Path) -> None:
+    """A marker that was loaded without its state would let the optimizer start afresh."""
+    ((fresh, missing),) = ranks.run(load_markers, directory=str(tmp_path))
+
+    assert fresh == ""
+    assert missing.startswith("ValueError: ")
+    assert "has seen 3 steps, the state here 0: it was not loaded" in missing
+
+
 def test_stock_checkpoint_in_a_streamed_run_is_an_error(
     ranks: RankPool, save: Callable[[str, bool], Saved], tmp_path: Path
 ) -> None:

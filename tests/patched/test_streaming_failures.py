@@ -139,8 +139,11 @@ def fail_everywhere(which: str, arguments: Sequence[str], directory: str, base: 
 
             return lambda: setattr(checkpoint, name, failing)
 
+        def store_that_fails() -> Any:
+            return list(optimizer._stores())[int(which[-1])]
+
         def drop_grad() -> None:
-            list(optimizer._stores())[int(which[-1])].entries[-1].main.grad = None
+            store_that_fails().entries[-1].main.grad = None
 
         def step_without_grad() -> None:
             fill_grads(model)
@@ -166,13 +169,14 @@ def fail_everywhere(which: str, arguments: Sequence[str], directory: str, base: 
             return lambda: layer.fail(call, errno.EIO, nth) if layer else None
 
         def change_weight() -> None:
-            list(optimizer._stores())[int(which[-1])].entries[0].model_shard().add_(1)
+            store_that_fails().entries[0].model_shard().add_(1)
 
         attempt("step-read", step, fails("preadv", 2))
         attempt("step-write", step, fails("pwrite", 2))
         attempt("step-short-file", step, lambda: layer.omit("preadv", 0) if layer else None)
         attempt("step-update", step_without_grad)
         attempt("step-weights", step, change_weight)
+        attempt("step-failed-alone", step, lambda: store_that_fails().fail("planted"))
         attempt("refresh-write", optimizer.reload_model_params, fails("pwrite"))
         attempt("refresh-sync", optimizer.reload_model_params, fails("fdatasync"))
         attempt("save-read", save, fails("preadv"))
@@ -196,6 +200,7 @@ FATAL = {
     "step-short-file": "did something truncate it?",
     "step-update": "has no gradient",
     "step-weights": "the model params are not those the store published",
+    "step-failed-alone": "is failed, expected ready: planted",
     "refresh-write": "write failed at offset",
     "refresh-sync": "sync failed",
     "load-write": "write failed at offset",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import shutil
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +66,7 @@ def test_streamed_run_equals_the_stock_run(
     runs = make(scenario)
     for stock, before, after in zip(runs.stock, runs.before or runs.after, runs.after, strict=True):
         assert after.final.differences(stock.final) == []
-        for seen in ("losses", "grad_norms", "skipped"):
+        for seen in ("losses", "grad_norms", "num_zeros", "skipped"):
             early = getattr(before, seen) if scenario.is_resumed else []
             assert early + getattr(after, seen) == getattr(stock, seen)
         if scenario.is_resumed:
@@ -328,3 +330,28 @@ def test_ranks_without_elements_save_and_load(name: str, ranks: RankPool, tmp_pa
     assert all(is_well for _, is_well in found)
     assert any(sum(elements) == 0 for elements, _ in found)
     assert any(sum(elements) > 0 for elements, _ in found)
+
+
+def train_with_threshold(threshold: float, directory: str | None) -> Run:
+    """Train two pipeline stages, of which one is frozen, with a threshold of the gradient norm."""
+    frozen = by_name("nothing-on-a-pipeline-stage")
+    whole = {"grad_norm_skip_threshold": threshold}
+    return train(dataclasses.replace(frozen, whole=whole), directory)
+
+
+def test_steps_that_a_frozen_stage_does_not_skip_hang_nobody(
+    ranks: RankPool, make: Callable[[Scenario], Runs], tmp_path: Path
+) -> None:
+    """Upstream lets a rank without params go on where the others skip."""
+    norms = make(by_name("nothing-on-a-pipeline-stage")).stock[0].grad_norms
+    threshold = statistics.median(norm for norm in norms if norm is not None)
+    stock = ranks.run(train_with_threshold, 2, threshold=threshold, directory=None)
+
+    streamed = ranks.run(
+        train_with_threshold, 2, threshold=threshold, directory=str(tmp_path), timeout_s=60
+    )
+
+    assert {skipped for run in stock for skipped in run.skipped} == {True, False}
+    for ours, theirs in zip(streamed, stock, strict=True):
+        assert ours.final.differences(theirs.final) == []
+        assert ours.skipped == theirs.skipped

@@ -314,6 +314,57 @@ def test_a_class_that_steps_matrices_only_keeps_them_whole() -> None:
     assert keys == StateKeys(("momentum_buffer",), is_lazy=True, is_elementwise=False)
 
 
+class Coupled(Planted):
+    """Clips by a norm over all of its params."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = [param for group in self.param_groups for param in group["params"]]
+        norm = torch.stack([param.grad.norm() for param in params]).norm()
+        for param in params:
+            param.grad.mul_(1 / norm.clamp(min=1))
+        super().step()
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_class_that_couples_its_params_is_refused(is_whole: bool) -> None:
+    """Stepped bucket by bucket it would do something else, silently."""
+    master = Coupled([evicted_matrix()], lambda momentum, step: momentum)
+    with pytest.raises(ValueError, match="Coupled: its update of a param depends on other params"):
+        discover_state(master, CPU, is_whole=is_whole)
+
+
+class OfMatrices(Planted):
+    """Asserts that it sees matrices."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert all(param.dim() == 2 for group in self.param_groups for param in group["params"])
+        super().step()
+
+
+def test_a_class_that_asserts_matrices_keeps_them_whole() -> None:
+    master = OfMatrices([evicted_matrix()], lambda momentum, step: momentum)
+    assert not discover_state(master, CPU, is_whole=True).is_elementwise
+
+
+def test_one_group_that_looks_at_the_whole_is_enough() -> None:
+    """Whichever it is."""
+
+    class OfGroups(Planted):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if group["norm"] < 1:
+                        param.grad.mul_(group["norm"] / param.grad.norm())
+            super().step()
+
+    groups = [{"params": [evicted_matrix()], "norm": norm} for norm in (1.0, 1e-6)]
+    master = OfGroups(groups, lambda momentum, step: momentum)
+    assert not discover_state(master, CPU, is_whole=True).is_elementwise
+
+
 def test_shards_of_a_class_are_not_asked_whether_they_may_be_cut() -> None:
     """They are cut already: upstream's distributed optimizer vouches for it."""
     master = Planted([evicted()], clipped_to(0.1))

@@ -39,6 +39,7 @@ class StreamedChainedOptimizer(ChainedOptimizer):
 
     def __init__(self, chained_optimizers: list[Any]) -> None:
         super().__init__(chained_optimizers)
+        self._num_agreed = 0
         rank = dist.get_rank() if dist.is_initialized() else 0
         for index, store in enumerate(self._stores()):
             store.name = f"rank{rank:05d}/optimizer{index}"
@@ -83,6 +84,55 @@ class StreamedChainedOptimizer(ChainedOptimizer):
         self._agree(error, is_fatal=is_fatal)
         return results
 
+    @property
+    def _lone_layer_wise(self) -> StreamedLayerWiseOptimizer | None:
+        """The layer-wise optimizer that would be the outermost one in a stock run."""
+        # Tripwire: ../layer_wise_optimizer.py::LayerWiseDistributedOptimizer.count_zeros
+        # Tripwire: ../layer_wise_optimizer.py::LayerWiseDistributedOptimizer.has_grad_norm_group
+        # Tripwire: ../layer_wise_optimizer.py::LayerWiseDistributedOptimizer._get_grad_norm_for_group
+        # Tripwire: ../layer_wise_optimizer.py::LayerWiseDistributedOptimizer.get_grad_norm
+        first, *others = self.chained_optimizers or [None]
+        return first if isinstance(first, StreamedLayerWiseOptimizer) and not others else None
+
+    def count_zeros(self) -> Any:
+        """Count over the ranks that stock's outermost optimizer counts over."""
+        lone = self._lone_layer_wise
+        return super().count_zeros() if lone is None else lone.count_zeros()
+
+    def has_grad_norm_group(self, grad_norm_group: str) -> bool:
+        """Ask the ranks that stock's outermost optimizer asks."""
+        lone = self._lone_layer_wise
+        if lone is not None:
+            return bool(lone.has_grad_norm_group(grad_norm_group))
+        return bool(super().has_grad_norm_group(grad_norm_group))
+
+    def _get_grad_norm_for_group(self, grad_norm_group: str) -> Any:
+        lone = self._lone_layer_wise
+        if lone is not None:
+            return lone._get_grad_norm_for_group(grad_norm_group)
+        return super()._get_grad_norm_for_group(grad_norm_group)
+
+    @torch.no_grad()
+    def step(self) -> Any:
+        """Step as upstream does; also a rank that skips the step tells the others that it is well.
+
+        A threshold of the gradient norm lets ranks skip that have params of the main norm, and not
+        those that have none.
+        """
+        self._num_agreed = 0
+        result = super().step()
+        while self._num_agreed < self._agreements_of_a_step:
+            self._agree_on_step(None)
+        return result
+
+    @property
+    def _agreements_of_a_step(self) -> int:
+        return 2 if self.config.overlap_param_gather_with_optimizer_step else 1
+
+    def _agree_on_step(self, error: Exception | None) -> None:
+        self._num_agreed += 1
+        self._agree(error)
+
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         """Step every child, agree with all ranks that no store failed, then gather params.
@@ -105,12 +155,12 @@ class StreamedChainedOptimizer(ChainedOptimizer):
                 success &= bool(optimizer.step_with_ready_grads())
                 if position == 0 and self.config.overlap_param_gather_with_optimizer_step:
                     # Every rank has this child, and starts a gather before the others step.
-                    self._agree(optimizer.take_step_error())
+                    self._agree_on_step(optimizer.take_step_error())
                     optimizer.model_chunks[0].start_param_sync(force_dispatch=True)
         finally:
             self._disable_deferred_mxfp8_param_sync()
         errors = [optimizer.take_step_error() for optimizer in self.chained_optimizers]
-        self._agree(next((error for error in errors if error is not None), None))
+        self._agree_on_step(next((error for error in errors if error is not None), None))
         for optimizer in self.chained_optimizers:
             if isinstance(optimizer, StreamedLayerWiseOptimizer):
                 optimizer.gather_params()

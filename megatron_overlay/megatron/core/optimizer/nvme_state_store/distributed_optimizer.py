@@ -13,7 +13,7 @@ from .checkpoint import EntryRecord
 from .model_shards import Entry
 from .quantised_params import in_sixteen_bits, quantised, require_known
 from .resident import Resident
-from .streamed_optimizer import StreamedOptimizer, param_names, refuse
+from .streamed_optimizer import StreamedOptimizer, param_names, refuse, require_known_ddp
 
 
 class StreamedDistributedOptimizer(StreamedOptimizer, DistributedOptimizer):
@@ -23,14 +23,7 @@ class StreamedDistributedOptimizer(StreamedOptimizer, DistributedOptimizer):
         super().__init__(optimizer, config, *args, **kwargs)
         if self.is_stub_optimizer:
             return
-        # Tripwire: ../../distributed/distributed_data_parallel_config.py::DistributedDataParallelConfig.fp4_param_gather
-        # Tripwire: ../../distributed/distributed_data_parallel_config.py::DistributedDataParallelConfig.use_megatron_fsdp
-        for name in ("fp4_param_gather", "use_megatron_fsdp"):
-            if getattr(self.ddp_config, name):
-                raise ValueError(
-                    f"--stream-optimizer-state-to-disk cannot be used with {name}: it reads all "
-                    f"main params at once; leave it out"
-                )
+        require_known_ddp(self.ddp_config)
         # Also those of which this rank has no part, so that all ranks refuse.
         require_known(param for buffer in self.buffers for param in buffer.params)
         self._streamed_params: list[torch.nn.Parameter] = []
@@ -89,26 +82,27 @@ class StreamedDistributedOptimizer(StreamedOptimizer, DistributedOptimizer):
         return shard
 
     def _copy_main_params_to_model_params(self) -> None:
-        """Cast quantised params from what the step parked; all others it has published.
+        """Cast quantised params from what the step parked; other 16-bit ones it has published.
 
         Upstream's call is a collective over all quantised params of all ranks: a rank that owns
-        none of them makes it, too. See [Note: Quantised params].
+        none of them makes it, too. See [Note: Quantised params]. It also copies native FP32 shards
+        into the buffer, of which they are views no longer once they were offloaded and restored.
         """
         # Tripwire: ../distrib_optimizer.py::DistributedOptimizer._get_fp8_params_and_shard_fp32_from_fp8
         # Tripwire: ../../distributed/distributed_data_parallel_config.py::DistributedDataParallelConfig.fp8_param_gather
         store = self._nvme_state_store
-        if store is None or not self.ddp_config.fp8_param_gather:
+        if store is None:
             return
         view = copy.copy(self)
         view.model_float16_groups = [[] for _ in self.model_float16_groups]
         view.shard_fp32_from_float16_groups = [[] for _ in self.model_float16_groups]
-        view.model_fp32_groups = view.shard_fp32_groups = [[] for _ in self.model_fp32_groups]
         for param, entry in zip(self._streamed_params, store.entries, strict=True):
             if entry.quantised is not None:
                 view.model_float16_groups[entry.group].append(param)
                 view.shard_fp32_from_float16_groups[entry.group].append(entry.parked())
         super(StreamedOptimizer, view)._copy_main_params_to_model_params()
-        store.remember_quantised()
+        if self.ddp_config.fp8_param_gather:
+            store.remember_quantised()
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
         """Refresh the main params on disk, from the model or from more precise tensors."""

@@ -20,7 +20,7 @@ from .checkpoint import EntryRecord
 from .model_shards import Entry
 from .quantised_params import is_quantised
 from .resident import Resident
-from .streamed_optimizer import StreamedOptimizer, param_names
+from .streamed_optimizer import StreamedOptimizer, param_names, require_known_ddp
 
 
 def streamed_float16_optimizer(
@@ -51,6 +51,8 @@ class StreamedFloat16Optimizer(StreamedOptimizer, Float16OptimizerWithFloat16Par
         if self.is_stub_optimizer:
             return
         for chunk in model_chunks:  # also params of other ranks, so that all refuse
+            if hasattr(chunk, "ddp_config"):
+                require_known_ddp(chunk.ddp_config)
             for param in chunk.parameters():
                 if is_quantised(param):
                     raise ValueError(

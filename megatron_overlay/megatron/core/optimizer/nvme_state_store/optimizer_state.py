@@ -132,6 +132,7 @@ def discover_state(
             counters.setdefault(key, value)
     for key, value in counters.items():
         _require_counter(f"state {key}", name, value)
+    _require_separable(optimizer, device, shape)
     return StateKeys(
         tensors=tuple(tensors),
         param_counters=counters,
@@ -172,28 +173,45 @@ def state_shapes(
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Return whether three steps give a matrix and pieces of it the same bits.
-
-    Gradients of several magnitudes, and a learning rate that shows, whatever the schedule's is.
-    """
-    generator = torch.Generator().manual_seed(0)
-    start, *grads = torch.randn(4, *MATRIX, generator=generator).to(device)
-    grads = [grad * 100.0 ** (power - 1) for power, grad in enumerate(grads)]
+    """Return whether three steps give a matrix and pieces of it, each alone, the same bits."""
+    start, grads = _trial(MATRIX, device)
     for group in range(len(optimizer.param_groups)):
         try:
-            whole = _stepped(optimizer, group, [start], [[grad] for grad in grads])
-            cut = _stepped(optimizer, group, _halves(start), [_halves(grad) for grad in grads])
+            (whole,) = _stepped(optimizer, group, [start], [[grad] for grad in grads])
+            for piece in (slice(64), slice(64, None)):
+                pieces = [[grad.view(-1)[piece]] for grad in grads]
+                (cut,) = _stepped(optimizer, group, [start.view(-1)[piece]], pieces)
+                if not torch.equal(whole.view(-1)[piece], cut):
+                    return False
         except torch.OutOfMemoryError:
             raise  # of this rank alone, which tells nothing about the class
-        except (TypeError, ValueError, LookupError, RuntimeError):
+        except (TypeError, ValueError, LookupError, RuntimeError, AssertionError):
             return False  # what has no rows and columns is refused
-        if not torch.equal(whole, cut):
-            return False
     return True
 
 
-def _halves(values: torch.Tensor) -> list[torch.Tensor]:
-    return list(values.reshape(-1).chunk(2))
+def _require_separable(
+    optimizer: torch.optim.Optimizer, device: torch.device, shape: tuple[int, ...]
+) -> None:
+    """Refuse a class whose update of a param depends on which others are stepped with it."""
+    start, grads = _trial(shape, device)
+    for group in range(len(optimizer.param_groups)):
+        alone, *_ = _stepped(optimizer, group, [start], [[grad] for grad in grads])
+        pairs = [[grad, -3 * grad] for grad in grads]
+        together, _ = _stepped(optimizer, group, [start, start + 1], pairs)
+        if not torch.equal(alone, together):
+            raise ValueError(
+                "--stream-optimizer-state-to-disk cannot be used with "
+                f"{type(optimizer).__name__}: its update of a param depends on other params, and "
+                "these are not all there at once"
+            )
+
+
+def _trial(shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return a param and three gradients of it, of several magnitudes."""
+    generator = torch.Generator().manual_seed(0)
+    start, *grads = torch.randn(4, *shape, generator=generator).to(device)
+    return start, [grad * 100.0 ** (power - 1) for power, grad in enumerate(grads)]
 
 
 def _stepped(
@@ -201,8 +219,11 @@ def _stepped(
     group: int,
     values: Sequence[torch.Tensor],
     grads: Sequence[Sequence[torch.Tensor]],
-) -> torch.Tensor:
-    """Return the values, end to end, after a step of a group with each of the gradients."""
+) -> list[torch.Tensor]:
+    """Return the values after a step of a group with each of the gradients.
+
+    With a learning rate that shows, whatever the schedule's is.
+    """
     probe = _probe(optimizer, values[0].device, MATRIX)
     params = [torch.nn.Parameter(each.clone(), requires_grad=False) for each in values]
     for position, each in enumerate(probe.param_groups):
@@ -211,7 +232,7 @@ def _stepped(
         for param, grad in zip(params, step, strict=True):
             param.grad = grad.clone()
         probe.step()
-    return torch.cat([param.detach().view(-1) for param in params])
+    return [param.detach() for param in params]
 
 
 def _probe(

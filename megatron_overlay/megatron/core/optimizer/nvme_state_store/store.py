@@ -56,7 +56,10 @@ class OptimizerStateStore:
 
     The four methods that frameworks drive are `step`, `refresh_main_from_model_params`, `save_to`
     and `load_from`. Each is collective over ``group``: if it fails on one rank it raises the same
-    `StateStoreError` on all. Everything runs on the caller's thread and current stream.
+    `StateStoreError` on all. Without a group (stores of whole params) it raises on that rank
+    alone, and who drives the store agrees with the other ranks: `StreamedChainedOptimizer` does,
+    in its `step`, `reload_model_params`, `save_stores` and `load_stores`, which serve all stores of
+    a rank. Everything runs on the caller's thread and current stream.
 
     Attributes:
         steps: optimizer steps made, also in runs before.
@@ -70,7 +73,7 @@ class OptimizerStateStore:
             the resident params, and whose class does the updates.
         entries: what is streamed, in the order of the layout.
         resident: what stays on the device.
-        group: the ranks that must agree (those that gather params from each other).
+        group: the ranks that must agree (those that gather params from each other), or None.
         device: where the model is.
         name: names this store among those of its rank; the same in every run of one topology.
         init_state_fn: upstream's, if it has one for this class.
@@ -225,17 +228,16 @@ class OptimizerStateStore:
         Raises:
             StateStoreError: on all ranks of the group. The store is FAILED.
         """
-        self._require(State.READY)
-        self._state = State.STEPPING
         start = time.monotonic()
         before = self._engine.counters
         with self._collective("step"), contextlib.ExitStack() as stack:
             try:
+                self._require(State.READY)
+                self._state = State.STEPPING
                 self._update_residents()
                 device = stack.enter_context(device_slot(self.layout, self._device))
             except Exception as error:
-                self._hold_meetings(error)
-                raise
+                raise self._hold_meetings(error) from error
             times = run_step(
                 self.layout,
                 self._open_file(),
@@ -268,8 +270,8 @@ class OptimizerStateStore:
         Raises:
             StateStoreError: on all ranks of the group. The store is FAILED.
         """
-        self._require(State.READY)
         with self._collective("refresh of the main params"):
+            self._require(State.READY)
             self._write_mains(copy_fn)
             self._open_file().sync()
             self._open_file().drop_page_cache()
@@ -300,12 +302,12 @@ class OptimizerStateStore:
         Raises:
             StateStoreError: on all ranks of the group; nothing is left of it.
         """
-        self._require(State.READY)
         start = time.monotonic()
         directory = Path(base_dir) / self.name
         prepared: checkpoint.PreparedSnapshot | None = None
         try:
             with self._collective("save", is_fatal=False):
+                self._require(State.READY)
                 prepared = checkpoint.prepare_snapshot(
                     directory,
                     self.layout,
@@ -353,11 +355,11 @@ class OptimizerStateStore:
             StateStoreError: on all ranks of the group: a snapshot is missing on some, damaged, of
                 other shards, or of other weights. The store is FAILED.
         """
-        if self._state not in (State.READY, State.FAILED):
-            self._require(State.READY)
         directory = Path(base_dir) / self.name
         has_one = False
         with self._collective("search for a snapshot", is_fatal=False):
+            if self._state is not State.FAILED:
+                self._require(State.READY)
             has_one = checkpoint.is_snapshot(directory)
         found = gather(has_one, self._group)
         if not any(found.values()):
@@ -437,10 +439,11 @@ class OptimizerStateStore:
             error = agreed_error(error, group, self._device)
         return error
 
-    def _hold_meetings(self, error: Exception | None) -> None:
+    def _hold_meetings(self, error: Exception) -> Exception:
         """Go to all meetings of a step that this rank cannot make: its peers wait there."""
         for bucket in self.layout.buckets:
-            error = self._meet(bucket, error)
+            error = self._meet(bucket, error) or error
+        return error
 
     def _update(self, bucket: Bucket, device: DeviceSlot) -> None:
         slices = self._shards.slices(bucket, device)

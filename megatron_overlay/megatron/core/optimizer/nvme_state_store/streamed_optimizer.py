@@ -24,8 +24,9 @@ from .resident import Resident
 from .store import OptimizerStateStore
 
 MARKER = "nvme_state_store"
-FORMAT = {"format": 1}
-"""What stands in a checkpoint in the place of the optimizer's tensors."""
+FORMAT = 1
+"""What stands in a checkpoint in the place of the optimizer's tensors: its format, and how many
+steps the state has seen, so that nobody goes on without having loaded it."""
 _SCALER = "grad_scaler"
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,22 @@ def refuse(name: str) -> Callable[..., Any]:
 
     refused.__doc__ = f"Refuse: `{name}` would read or write evicted tensors."
     return refused
+
+
+def require_known_ddp(ddp_config: Any) -> None:
+    """Refuse ways to wrap the model that own its weights or read all main params at once.
+
+    Raises:
+        ValueError: one of them is on.
+    """
+    # Tripwire: ../../distributed/distributed_data_parallel_config.py::DistributedDataParallelConfig.fp4_param_gather
+    # Tripwire: ../../distributed/distributed_data_parallel_config.py::DistributedDataParallelConfig.use_megatron_fsdp
+    for name in ("fp4_param_gather", "use_megatron_fsdp"):
+        if getattr(ddp_config, name):
+            raise ValueError(
+                f"--stream-optimizer-state-to-disk cannot be used with {name}: it reads all main "
+                "params at once; leave it out"
+            )
 
 
 def param_names(model_chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Parameter, str]:
@@ -168,7 +185,7 @@ class StreamedOptimizer(MixedPrecisionOptimizer):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return format marker and loss scaler; the rest is saved by the checkpoint hooks."""
-        content: dict[str, Any] = {MARKER: dict(FORMAT)}
+        content: dict[str, Any] = {MARKER: {"format": FORMAT, "steps": self._steps()}}
         if self.grad_scaler is not None:
             content[_SCALER] = self.grad_scaler.state_dict()
         return content
@@ -177,17 +194,28 @@ class StreamedOptimizer(MixedPrecisionOptimizer):
         """Return what `state_dict` does: it is the same on all ranks."""
         return self.state_dict()
 
+    def _steps(self) -> int | None:
+        return None if self._nvme_state_store is None else self._nvme_state_store.steps
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Check the format marker, load the loss scaler; the hooks load the rest.
+        """Check the format marker, load the loss scaler; the hooks have loaded the rest.
 
         Raises:
-            ValueError: the checkpoint is not one of a streamed optimizer.
+            ValueError: the checkpoint is not one of a streamed optimizer, or its state was not
+                loaded.
         """
-        if state_dict.get(MARKER) != FORMAT:
+        marker = state_dict.get(MARKER)
+        if not isinstance(marker, dict) or marker.get("format") != FORMAT:
             raise ValueError(
-                "the checkpoint holds no streamed optimizer state (marker "
-                f"{state_dict.get(MARKER)}, expected {FORMAT}): load it with --no-load-optim to "
-                "start afresh from its weights, or without --stream-optimizer-state-to-disk"
+                f"the checkpoint holds no streamed optimizer state (marker {marker}, expected "
+                f"format {FORMAT}): load it with --no-load-optim to start afresh from its weights, "
+                "or without --stream-optimizer-state-to-disk"
+            )
+        if marker.get("steps", self._steps()) != self._steps():
+            raise ValueError(
+                f"the checkpoint's optimizer state has seen {marker['steps']} steps, the state "
+                f"here {self._steps()}: it was not loaded; load_checkpoint does that, or "
+                "load_stores of the outermost optimizer, before this"
             )
         if self.grad_scaler is None:
             return
