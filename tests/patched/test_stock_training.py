@@ -46,7 +46,7 @@ SCENARIOS = [
 def make(
     ranks: RankPool, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Scenario], Resumption]:
-    """Make all runs of a scenario, once: a save alone takes seconds."""
+    """Make all runs of a scenario, once."""
 
     @functools.cache
     def make_once(name: str) -> Resumption:
