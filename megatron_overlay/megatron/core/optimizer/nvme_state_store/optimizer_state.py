@@ -199,7 +199,8 @@ def _require_separable(
         alone, *_ = _stepped(optimizer, group, [start], [[grad] for grad in grads])
         pairs = [[grad, -3 * grad] for grad in grads]
         together, _ = _stepped(optimizer, group, [start, start + 1], pairs)
-        if not torch.equal(alone, together):
+        # Coupling is no matter of last bits, which a GPU's library may not repeat.
+        if not torch.allclose(alone, together, rtol=1e-3, atol=1e-6, equal_nan=True):
             raise ValueError(
                 "--stream-optimizer-state-to-disk cannot be used with "
                 f"{type(optimizer).__name__}: its update of a param depends on other params, and "
