@@ -209,4 +209,4 @@ def test_a_resolution_without_the_load_hook_is_found(
     found, output = results([RESUMED], broken, tmp_path)
 
     (result,) = found.values()
-    assert "the model params are not those the store published" in result, output
+    assert "the state here 0: it was not loaded" in result, output
