@@ -25,22 +25,26 @@ class Staging:
         self.tell = tell
         self.buffer = bytearray(LAYOUT.slot_nbytes)
         self.marks = 0
+        self.is_downloaded = False
 
     def extent(self, bucket: Bucket) -> memoryview:
         return memoryview(self.buffer)[: bucket.nbytes]
 
     def upload(self, bucket: Bucket, host: Any) -> None:
+        self.is_downloaded = False
         self.tell("upload", bucket.index)
 
     def download(self, bucket: Bucket, host: Any) -> None:
         self.tell("download", bucket.index)
         self.extent(bucket)[:] = bytes([self.buffer[0] + 1]) * bucket.nbytes
+        self.is_downloaded = True
 
     def mark(self) -> int:
         self.marks += 1
         return self.marks
 
     def seconds_between(self, first: int, second: int) -> float:
+        assert self.is_downloaded, "reading a mark waits for the device, which has work left"
         return second - first
 
 

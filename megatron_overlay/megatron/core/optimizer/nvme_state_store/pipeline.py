@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from .io_engine import IoEngine
 from .layout import Bucket, Layout
 from .staging import DeviceSlot, HostSlot
@@ -94,59 +96,68 @@ def run_step(
         StateFileError: a read or write failed; the buckets before it are updated, it is not.
         StateStoreError: a rank that an update communicates with failed.
     """
-    times = StepTimes()
+    walk = _Walk(file, engine, host, device)
     failed: Exception | None = None
     for bucket in layout.buckets:
         if failed is None:
             try:
-                _bring(bucket, file, engine, host, device, times)
+                walk.bring(bucket)
                 stages.check(bucket, device)
             except Exception as error:
                 failed = error
         failed = stages.meet(bucket, failed)
         if failed is None:
             try:
-                start = device.mark()
+                walk.mark()
                 stages.update(bucket, device)
                 stages.publish(bucket, device)
-                times.update += device.seconds_between(start, device.mark())
-                _take_away(bucket, file, engine, host, device, times)
+                walk.take_away(bucket)
             except Exception as error:
                 failed = error
     if failed is not None:
         raise failed
-    return times
+    return walk.times
 
 
-def _bring(
-    bucket: Bucket,
-    file: StateFile,
-    engine: IoEngine,
-    host: HostSlot,
-    device: DeviceSlot,
-    times: StepTimes,
-) -> None:
-    """Read and upload a bucket."""
-    start = time.monotonic()
-    engine.read(file, bucket.offset, host.extent(bucket)).wait()
-    times.read_wait += time.monotonic() - start
-    begun = device.mark()
-    device.upload(bucket, host)
-    times.upload += device.seconds_between(begun, device.mark())
+class _Walk:
+    """Moves buckets to the device and back, and knows how long that took.
 
+    Marks of the device's time are read when a bucket has been downloaded: reading one waits for it.
+    """
 
-def _take_away(
-    bucket: Bucket,
-    file: StateFile,
-    engine: IoEngine,
-    host: HostSlot,
-    device: DeviceSlot,
-    times: StepTimes,
-) -> None:
-    """Download and write a bucket."""
-    begun = device.mark()
-    device.download(bucket, host)
-    times.download += device.seconds_between(begun, device.mark())
-    start = time.monotonic()
-    engine.write(file, bucket.offset, host.extent(bucket)).wait()
-    times.write_wait += time.monotonic() - start
+    def __init__(
+        self, file: StateFile, engine: IoEngine, host: HostSlot, device: DeviceSlot
+    ) -> None:
+        self.times = StepTimes()
+        self._file = file
+        self._engine = engine
+        self._host = host
+        self._device = device
+        self._marks: list[torch.cuda.Event] = []
+
+    def mark(self) -> None:
+        """Record where the device is."""
+        self._marks.append(self._device.mark())
+
+    def bring(self, bucket: Bucket) -> None:
+        """Read and upload a bucket."""
+        self._marks.clear()
+        start = time.monotonic()
+        self._engine.read(self._file, bucket.offset, self._host.extent(bucket)).wait()
+        self.times.read_wait += time.monotonic() - start
+        self.mark()
+        self._device.upload(bucket, self._host)
+        self.mark()
+
+    def take_away(self, bucket: Bucket) -> None:
+        """Download and write a bucket, whose update was begun with a `mark`."""
+        self.mark()
+        self._device.download(bucket, self._host)
+        self.mark()
+        begun, uploaded, checked, updated, downloaded = self._marks
+        start = time.monotonic()
+        self._engine.write(self._file, bucket.offset, self._host.extent(bucket)).wait()
+        self.times.write_wait += time.monotonic() - start
+        self.times.upload += self._device.seconds_between(begun, uploaded)
+        self.times.update += self._device.seconds_between(checked, updated)
+        self.times.download += self._device.seconds_between(updated, downloaded)
