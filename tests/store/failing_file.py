@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,10 +19,14 @@ from megatron.core.optimizer.nvme_state_store import errors
 from megatron.core.optimizer.nvme_state_store.errors import StateStoreError
 from megatron.core.optimizer.nvme_state_store.io_engine import (
     IoCounters,
+    Operation,
     Request,
+    Span,
+    Waitable,
     assert_compatible,
 )
-from megatron.core.optimizer.nvme_state_store.state_file import OS_LAYER, Layer, StateFile
+from megatron.core.optimizer.nvme_state_store.state_file import StateFile
+from megatron.core.optimizer.nvme_state_store.system_calls import OS_LAYER, Layer
 
 PATIENCE_S = 60.0
 """How long something that must happen may take before a test fails, in seconds."""
@@ -123,42 +128,62 @@ def _first(arguments: tuple[Any, ...], nbytes: int) -> tuple[Any, ...]:
     return fd, buffer[:nbytes], offset
 
 
-class HandTicket:
+class HandTicket(Request):
     """A request that is performed when the test says so."""
 
-    def __init__(self, engine: HandEngine, request: Request) -> None:
-        self.request = request
+    def __init__(self, engine: HandEngine, operation: Operation, *where: Any) -> None:
+        super().__init__(operation, *where)
         self.error: BaseException | None = None
-        self.is_done = False
+        self.span: Span | None = None
+        self._is_done = False
         self._engine = engine
 
+    @property
+    def request(self) -> Request:
+        """What was asked for."""
+        return self
+
     def __repr__(self) -> str:
-        return str(self.request)
+        return str(self)
+
+    def is_done(self) -> bool:
+        return self._is_done
 
     def perform(self) -> None:
-        """Move the bytes; an error waits in the ticket."""
-        assert not self.is_done, f"{self} was completed before"
-        self.is_done = True
+        """Move the bytes, if what it comes after has not failed; an error waits in the ticket."""
+        assert not self._is_done, f"{self} was completed before"
         try:
-            if self.request.operation == "read":
-                self.request.file.read_into(self.request.offset, self.request.buffer)
+            self._await_predecessor()
+            begin = time.monotonic()
+            if self.operation == "read":
+                self.file.read_into(self.offset, self.buffer)
             else:
-                self.request.file.write_from(self.request.offset, self.request.buffer)
-        except StateStoreError as error:
+                self.file.write_from(self.offset, self.buffer)
+            self.span = Span(begin, time.monotonic())
+        except RuntimeError as error:  # a StateStoreError, or what CUDA raises
             self.error = error
+        self._is_done = True
+
+    def _await_predecessor(self) -> None:
+        for each in self.after:
+            if not isinstance(each, HandTicket):
+                each.wait()
+                continue
+            assert each.is_done(), f"{self} was performed before the {each} is done"
+            if each.error is not None:
+                raise each.error
 
     def fail(self, error: BaseException) -> None:
         """End with ``error``, no byte moved."""
-        assert not self.is_done, f"{self} was completed before"
-        self.is_done, self.error = True, error
+        assert not self._is_done, f"{self} was completed before"
+        self._is_done, self.error = True, error
 
     def wait(self) -> None:
         self._engine.log.append(f"wait {self}")
-        if not self.is_done:
+        if not self._is_done:
             self._engine.on_wait(self)
-        assert self.is_done, f"waited for a {self}, which the test has not completed"
-        if self in self._engine.in_flight:
-            self._engine.in_flight.remove(self)
+        assert self._is_done, f"waited for a {self}, which the test has not completed"
+        self._engine.forget(self)
         if self.error is not None:
             raise self.error
         if self._engine.is_closed:
@@ -168,6 +193,8 @@ class HandTicket:
 class HandEngine:
     """An `IoEngine` whose requests the test performs one by one, in any order.
 
+    A request is not performed before what it comes after: that fails the test.
+
     Args:
         on_wait: Called with a ticket that is waited for but not done; may `perform` or `fail` it
             or others. Without it such a wait, which would block for ever, fails the test.
@@ -176,6 +203,7 @@ class HandEngine:
     def __init__(self, on_wait: Callable[[HandTicket], None] = lambda ticket: None) -> None:
         self.on_wait = on_wait
         self.in_flight: list[HandTicket] = []
+        self.failed: list[HandTicket] = []
         self.log: list[str] = []
         self.is_closed = False
         self.counters = IoCounters()
@@ -183,29 +211,45 @@ class HandEngine:
     @property
     def pending(self) -> list[HandTicket]:
         """Tickets of requests that are not performed yet, in order of submission."""
-        return [ticket for ticket in self.in_flight if not ticket.is_done]
+        return [ticket for ticket in self.in_flight if not ticket.is_done()]
 
-    def read(self, file: StateFile, offset: int, buffer: memoryview) -> HandTicket:
-        return self._submit(Request("read", file, offset, buffer))
+    def read(
+        self, file: StateFile, offset: int, buffer: memoryview, *after: Waitable
+    ) -> HandTicket:
+        return self._submit(HandTicket(self, "read", file, offset, buffer, after))
 
-    def write(self, file: StateFile, offset: int, buffer: memoryview) -> HandTicket:
-        return self._submit(Request("write", file, offset, buffer))
+    def write(
+        self, file: StateFile, offset: int, buffer: memoryview, *after: Waitable
+    ) -> HandTicket:
+        return self._submit(HandTicket(self, "write", file, offset, buffer, after))
 
-    def _submit(self, request: Request) -> HandTicket:
+    def _submit(self, ticket: HandTicket) -> HandTicket:
         if self.is_closed:
             raise StateStoreError("the I/O engine is closed")
-        assert_compatible(request, [ticket.request for ticket in self.in_flight])
-        ticket = HandTicket(self, request)
+        assert_compatible(ticket, list(self.in_flight))
         self.log.append(f"submit {ticket}")
         self.in_flight.append(ticket)
         return ticket
 
+    def forget(self, ticket: HandTicket) -> None:
+        """Take a ticket that was waited for, and its predecessors, out of those in flight."""
+        for one in list(ticket.predecessors()):
+            if one in self.in_flight:
+                assert isinstance(one, HandTicket)
+                self.in_flight.remove(one)
+                self.failed += [one] if one.error is not None else []
+            one.let_go()
+        for tickets in (self.in_flight, self.failed):
+            if ticket in tickets:
+                tickets.remove(ticket)
+        ticket.let_go()
+
     def drain(self) -> None:
         failures = []
-        for ticket in list(self.in_flight):
+        for ticket in sorted([*self.failed, *self.in_flight], key=lambda one: one.number):
             try:
                 ticket.wait()
-            except StateStoreError as error:
+            except RuntimeError as error:
                 failures.append(error)
         if failures:
             raise failures[0]

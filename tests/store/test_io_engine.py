@@ -7,6 +7,7 @@ import errno
 import gc
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from megatron.core.optimizer.nvme_state_store.io_engine import (
     IoEngine,
     SyncEngine,
     ThreadEngine,
+    Ticket,
 )
 from megatron.core.optimizer.nvme_state_store.state_file import StateFile
 
@@ -41,8 +43,8 @@ Make = Callable[[], Any]
 @pytest.fixture(
     params=[
         lambda: SyncEngine(CHUNK),
-        lambda: ThreadEngine(1, CHUNK),
-        lambda: ThreadEngine(3, CHUNK),
+        lambda: ThreadEngine(1, 1, CHUNK),
+        lambda: ThreadEngine(3, 3, CHUNK),
     ],
     ids=["sync", "one thread", "three threads"],
 )
@@ -54,7 +56,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[IoEngine]:
 
 
 @pytest.fixture(
-    params=[lambda: SyncEngine(CHUNK), lambda: ThreadEngine(2, CHUNK), HandEngine],
+    params=[lambda: SyncEngine(CHUNK), lambda: ThreadEngine(2, 2, CHUNK), HandEngine],
     ids=["sync", "threads", "by hand"],
 )
 def strict_engine(request: pytest.FixtureRequest) -> Iterator[IoEngine]:
@@ -66,7 +68,7 @@ def strict_engine(request: pytest.FixtureRequest) -> Iterator[IoEngine]:
 
 @pytest.fixture
 def threads() -> Iterator[IoEngine]:
-    made = ThreadEngine(2, CHUNK)
+    made = ThreadEngine(2, 2, CHUNK)
     yield made
     made.close()
 
@@ -173,7 +175,7 @@ def test_the_chunk_that_failed_is_named(engine: Any, file: StateFile, layer: Fai
 
 
 def test_the_rest_of_a_failed_request_is_not_begun(file: StateFile, layer: FailingLayer) -> None:
-    for engine in (SyncEngine(CHUNK), ThreadEngine(1, CHUNK)):
+    for engine in (SyncEngine(CHUNK), ThreadEngine(1, 1, CHUNK)):
         layer.count.clear()
         layer.fail("pwrite", errno.ENOSPC, nth=2)
         with pytest.raises(StateFileError, match="No space left"):
@@ -211,7 +213,7 @@ def wait_until_moved(layer: FailingLayer, count: int) -> None:
 
 def test_errors_come_in_the_order_of_waiting(file: StateFile, layer: FailingLayer) -> None:
     """Whatever the engine: the caller sees the read's error first if it waits for that first."""
-    for engine in (SyncEngine(CHUNK), ThreadEngine(2, CHUNK), HandEngine(HandTicket.perform)):
+    for engine in (SyncEngine(CHUNK), ThreadEngine(2, 2, CHUNK), HandEngine(HandTicket.perform)):
         layer.count.clear()
         layer.fail("pwrite", errno.ENOSPC)
         layer.fail("preadv", errno.EIO)
@@ -356,7 +358,358 @@ def test_a_ticket_does_not_keep_the_memory_it_was_waited_for(engine: Any, file: 
     ticket.wait()
 
 
+# One after the other
+
+
+class Event:
+    """What a wrapper of a CUDA event is to an engine; `error` says how it ends."""
+
+    def __init__(self, is_over: bool = True, error: Exception | None = None) -> None:
+        self.gate = Gate()
+        self.error = error
+        self.num_waits = 0
+        if is_over:
+            self.gate.is_open.set()
+
+    def wait(self) -> None:
+        self.num_waits += 1
+        self.gate.pass_through()
+        if self.error is not None:
+            raise self.error
+
+
+def done(ticket: Any) -> Any:
+    """Return a ticket, performed if its engine leaves that to the test."""
+    if isinstance(ticket, HandTicket):
+        ticket.perform()
+    return ticket
+
+
+def test_a_slot_is_filled_again_behind_the_write_out_of_it(
+    strict_engine: Any, file: StateFile
+) -> None:
+    """Without a wait in between: in the file is the old content, in the slot the new one."""
+    done(strict_engine.write(file, CHUNK, pattern(CHUNK, 9))).wait()
+    slot = pattern(CHUNK, 5)
+    write = done(strict_engine.write(file, 0, slot))
+    read = done(strict_engine.read(file, CHUNK, slot, write))
+    read.wait()
+    write.wait()
+
+    assert slot == pattern(CHUNK, 9)
+    done(strict_engine.read(file, 0, slot)).wait()
+    assert slot == pattern(CHUNK, 5)
+
+
+def test_one_range_of_a_file_is_written_read_and_written_one_after_the_other(
+    strict_engine: Any, file: StateFile
+) -> None:
+    buffer = empty(CHUNK)
+    first = done(strict_engine.write(file, 0, pattern(CHUNK, 1)))
+    read = done(strict_engine.read(file, 0, buffer, first))
+    last = done(strict_engine.write(file, 0, pattern(CHUNK, 2), read))
+    last.wait()
+
+    assert buffer == pattern(CHUNK, 1)
+    strict_engine.drain()
+
+
+def test_only_what_a_request_comes_after_may_overlap_it(
+    strict_engine: Any, file: StateFile
+) -> None:
+    slot = empty(CHUNK)
+    one = strict_engine.write(file, 0, slot)
+    other = strict_engine.write(file, CHUNK, slot)
+    unrelated = strict_engine.write(file, 2 * CHUNK, pattern(CHUNK))
+    for after in ((), (one,), (other,), (unrelated,), (Event(), other)):
+        with pytest.raises(AssertionError, match=r"same memory.* or submit the request after it"):
+            strict_engine.read(file, 3 * CHUNK, slot, *after)
+    with pytest.raises(AssertionError, match="overlap in the file"):
+        strict_engine.read(file, 0, empty(CHUNK), other)
+
+
+def test_a_wait_for_the_last_of_a_chain_is_one_for_all(strict_engine: Any, file: StateFile) -> None:
+    """So that a step may wait for its reads alone, and go on with the slots they have filled."""
+    slot, event = pattern(CHUNK), Event()
+    write = done(strict_engine.write(file, 0, slot, event))
+    read = done(strict_engine.read(file, CHUNK, slot, write))
+    with pytest.raises(AssertionError, match="same memory"):
+        strict_engine.read(file, 2 * CHUNK, slot)
+    read.wait()
+
+    done(strict_engine.read(file, 0, slot)).wait()
+    assert slot == pattern(CHUNK)
+    write.wait()
+
+
+def test_a_request_moves_only_when_its_event_is_over(
+    threads: Any, file: StateFile, layer: FailingLayer
+) -> None:
+    event = Event(is_over=False)
+    ticket = threads.write(file, 0, pattern(3 * CHUNK), event)
+    assert event.gate.is_reached.wait(PATIENCE_S)
+    assert not layer.count
+    assert not ticket.is_done()
+    event.gate.is_open.set()
+    ticket.wait()
+
+    assert layer.count["pwrite"] == 3
+    assert event.num_waits == 1
+
+
+def test_a_read_moves_only_when_the_write_before_it_is_done(
+    threads: Any, file: StateFile, layer: FailingLayer
+) -> None:
+    """Done with its last chunk, not with its first."""
+    gate = layer.delay("pwrite", nth=2)
+    buffer = empty(2 * CHUNK)
+    write = threads.write(file, 0, pattern(2 * CHUNK))
+    read = threads.read(file, 0, buffer, write)
+    assert gate.is_reached.wait(PATIENCE_S)
+    while layer.count["pwrite"] < 2:
+        threading.Event().wait(0.001)
+    assert layer.count["preadv"] == 0
+    gate.is_open.set()
+    read.wait()
+
+    assert buffer == pattern(2 * CHUNK)
+
+
+def test_an_empty_request_is_done_after_its_event_too(threads: Any, file: StateFile) -> None:
+    event = Event(is_over=False)
+    ticket = threads.read(file, 0, empty(0), event)
+    assert event.gate.is_reached.wait(PATIENCE_S)
+    assert not ticket.is_done()
+    event.gate.is_open.set()
+    ticket.wait()
+
+
+def test_a_long_chain_needs_no_more_than_one_reader_and_one_writer(file: StateFile) -> None:
+    """Each thread waits for the other one's last request: forwards only, so it ends."""
+    slot = pattern(CHUNK, 3)
+    last: list[Ticket] = []
+    with contextlib.closing(ThreadEngine(1, 1, CHUNK)) as engine:
+        for number in range(SIZE // CHUNK - 1):
+            place = number * CHUNK
+            write = engine.write(file, place, slot, *last)
+            last = [engine.read(file, place, slot, write)]
+        last[0].wait()
+    assert slot == pattern(CHUNK, 3)
+
+
+def test_an_event_that_fails_fails_the_request(
+    engine: Any, file: StateFile, layer: FailingLayer
+) -> None:
+    planted = RuntimeError("CUDA error: planted")
+    event = Event(error=planted)
+    ticket = engine.write(file, 0, pattern(3 * CHUNK), event)
+
+    with pytest.raises(RuntimeError, match="planted"):
+        ticket.wait()
+    assert event.num_waits == 1
+    assert not layer.count
+    assert engine.counters == IoCounters()
+
+
+def test_a_failed_request_fails_what_comes_after_it_and_that_moves_nothing(
+    engine: Any, file: StateFile, layer: FailingLayer
+) -> None:
+    layer.fail("pwrite", errno.EIO)
+    slot = pattern(CHUNK)
+    write = engine.write(file, 0, slot)
+    read = engine.read(file, CHUNK, slot, write)
+    another = engine.write(file, CHUNK, pattern(CHUNK), read)
+    for ticket in (another, read, write):
+        with pytest.raises(StateFileError, match="write failed at offset 0") as caught:
+            ticket.wait()
+        assert caught.value.errno == errno.EIO
+
+    assert layer.count == {"pwrite": 1}
+    assert slot == pattern(CHUNK)
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_drain_tells_an_error_although_another_request_has_met_it(
+    is_waited_for: bool, engine: Any, file: StateFile, layer: FailingLayer
+) -> None:
+    layer.fail("pwrite", errno.EIO)
+    write = engine.write(file, 0, pattern(CHUNK))
+    read = engine.read(file, CHUNK, empty(CHUNK), write)
+    if is_waited_for:
+        with pytest.raises(StateFileError):
+            read.wait()
+
+    with pytest.raises(StateFileError, match="write failed at offset 0") as caught:
+        engine.drain()
+
+    more = [] if is_waited_for else ["and 1 more requests failed"]
+    assert getattr(caught.value, "__notes__", []) == more
+    engine.drain()
+
+
+def test_what_was_waited_for_is_not_told_again_by_drain(
+    engine: Any, file: StateFile, layer: FailingLayer
+) -> None:
+    """Whichever of the two was waited for first."""
+    layer.fail("pwrite", errno.EIO)
+    write = engine.write(file, 0, pattern(CHUNK))
+    read = engine.read(file, CHUNK, empty(CHUNK), write)
+    for ticket in (read, write):
+        with pytest.raises(StateFileError):
+            ticket.wait()
+
+    engine.drain()
+
+
+def test_a_ticket_of_another_engine_can_come_first(file: StateFile, layer: FailingLayer) -> None:
+    layer.fail("pwrite", errno.EIO)
+    with (
+        contextlib.closing(ThreadEngine(1, 1, CHUNK)) as first,
+        contextlib.closing(ThreadEngine(1, 1, CHUNK)) as second,
+    ):
+        read = second.read(file, 0, empty(CHUNK), first.write(file, 0, pattern(CHUNK)))
+        with pytest.raises(StateFileError, match="write failed"):
+            read.wait()
+        second.drain()
+        with pytest.raises(StateFileError, match="write failed"):
+            first.drain()
+
+
+def test_a_chain_of_many_steps_keeps_no_memory(engine: Any, file: StateFile) -> None:
+    """A slot's read comes after its write, that after its read, and so on, for the whole run."""
+    last = None
+    events = []
+    for _ in range(3):
+        event = Event()
+        events.append(weakref.ref(event))
+        write = engine.write(file, 0, pattern(CHUNK), event)
+        last = engine.read(file, 0, empty(CHUNK), write)
+        last.wait()
+    del event, write
+    gc.collect()
+
+    assert last is not None
+    assert [event() for event in events] == [None] * 3
+
+
+# What a ticket tells
+
+
+def test_a_ticket_tells_without_blocking_whether_it_is_done(
+    threads: Any, file: StateFile, layer: FailingLayer
+) -> None:
+    gate = layer.delay("pwrite", nth=2)
+    ticket = threads.write(file, 0, pattern(2 * CHUNK))
+    assert gate.is_reached.wait(PATIENCE_S)
+    assert not ticket.is_done()
+    gate.is_open.set()
+    ticket.wait()
+
+    assert ticket.is_done()
+
+
+def test_a_failed_ticket_is_done_and_tells_its_error_to_the_wait_alone(
+    engine: Any, file: StateFile, layer: FailingLayer
+) -> None:
+    layer.fail("pwrite", errno.EIO)
+    ticket = engine.write(file, 0, pattern(CHUNK))
+    while not ticket.is_done():
+        threading.Event().wait(0.001)
+
+    assert ticket.span is None
+    with pytest.raises(StateFileError):
+        ticket.wait()
+
+
+def test_a_ticket_tells_when_its_bytes_moved(
+    strict_engine: Any, file: StateFile, layer: FailingLayer
+) -> None:
+    before = time.monotonic()
+    write = done(strict_engine.write(file, 0, pattern(3 * CHUNK)))
+    read = done(strict_engine.read(file, 0, empty(3 * CHUNK), write))
+    read.wait()
+    write.wait()
+
+    assert before <= write.span.begin < write.span.end <= read.span.begin < read.span.end
+    assert read.span.end <= time.monotonic()
+
+
+def test_a_span_begins_after_the_event_and_ends_with_the_last_chunk(
+    threads: Any, file: StateFile, layer: FailingLayer
+) -> None:
+    event = Event(is_over=False)
+    gate = layer.delay("pwrite", nth=1)
+    ticket = threads.write(file, 0, pattern(2 * CHUNK), event)
+    assert event.gate.is_reached.wait(PATIENCE_S)
+    assert ticket.span is None
+    over = time.monotonic()
+    event.gate.is_open.set()
+    assert gate.is_reached.wait(PATIENCE_S)
+    while layer.count["pwrite"] < 2:
+        threading.Event().wait(0.001)
+    assert ticket.span is None
+    last = time.monotonic()
+    gate.is_open.set()
+    ticket.wait()
+
+    span: Any = ticket.span
+    assert over <= span.begin <= last <= span.end
+
+
 # Threads
+
+
+def test_reads_do_not_queue_behind_writes(
+    threads: Any, file: StateFile, layer: FailingLayer
+) -> None:
+    """All writers are stuck, with more writes in the queue; a read goes on."""
+    gates = [layer.delay("pwrite", nth=1), layer.delay("pwrite", nth=2)]
+    writes = threads.write(file, 0, pattern(10 * CHUNK))
+    assert all(gate.is_reached.wait(PATIENCE_S) for gate in gates)
+
+    threads.read(file, 10 * CHUNK, empty(5 * CHUNK)).wait()
+
+    assert not writes.is_done()
+    for gate in gates:
+        gate.is_open.set()
+    writes.wait()
+
+
+def test_writes_do_not_queue_behind_reads_that_wait(threads: Any, file: StateFile) -> None:
+    """What the reads wait for is submitted before them, so it is not in their queue."""
+    event = Event(is_over=False)
+    read = threads.read(file, 0, empty(10 * CHUNK), event)
+    assert event.gate.is_reached.wait(PATIENCE_S)
+
+    threads.write(file, 10 * CHUNK, pattern(5 * CHUNK)).wait()
+
+    assert not read.is_done()
+    event.gate.is_open.set()
+    read.wait()
+
+
+def test_a_thread_of_an_engine_submits_nothing(threads: Any, file: StateFile) -> None:
+    """It might wait for what is queued behind itself."""
+
+    class Submits(Event):
+        def wait(self) -> None:
+            threads.read(file, 0, empty(CHUNK))
+
+    with pytest.raises(AssertionError, match="was submitted by nvme-state-store-write_0"):
+        threads.write(file, 0, pattern(CHUNK), Submits()).wait()
+
+
+def test_two_threads_do_not_submit_at_the_same_time(file: StateFile, layer: FailingLayer) -> None:
+    engine = SyncEngine(CHUNK)  # whose submission lasts as long as a gate is closed
+    gate = layer.delay("pwrite")
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(engine.write, file, 0, pattern(CHUNK))
+        assert gate.is_reached.wait(PATIENCE_S)
+        with pytest.raises(AssertionError, match="one thread at a time"):
+            engine.read(file, CHUNK, empty(CHUNK))
+        gate.is_open.set()
+        first.result(PATIENCE_S).wait()
+    engine.close()
 
 
 def test_submission_does_not_wait_for_the_disk(
@@ -423,7 +776,7 @@ def test_close_logs_what_nobody_waited_for(
 def test_close_finishes_what_runs_and_cancels_the_rest(
     file: StateFile, layer: FailingLayer
 ) -> None:
-    engine = ThreadEngine(1, CHUNK)
+    engine = ThreadEngine(1, 1, CHUNK)
     gate = layer.delay("pwrite")
     running = engine.write(file, 0, pattern(CHUNK))
     queued = engine.write(file, CHUNK, pattern(CHUNK))
@@ -443,6 +796,25 @@ def test_close_finishes_what_runs_and_cancels_the_rest(
         queued.wait()
 
 
+def test_close_ends_a_read_that_waits_for_a_cancelled_write(
+    file: StateFile, layer: FailingLayer
+) -> None:
+    engine = ThreadEngine(1, 1, CHUNK)
+    gate = layer.delay("pwrite")
+    engine.write(file, 0, pattern(CHUNK))
+    queued = engine.write(file, CHUNK, pattern(CHUNK))
+    assert gate.is_reached.wait(PATIENCE_S)
+    read = engine.read(file, CHUNK, empty(CHUNK), queued)
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(engine.close)
+        with pytest.raises(StateStoreError, match="closed before it was done"):
+            read.wait()
+        gate.is_open.set()
+        closing.result(PATIENCE_S)
+
+    assert layer.count == {"pwrite": 1}
+
+
 def test_a_forked_child_is_told_instead_of_waiting_for_ever(
     threads: Any, file: StateFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -460,7 +832,15 @@ def test_a_forked_child_is_told_instead_of_waiting_for_ever(
     ticket.wait()
 
 
-@pytest.mark.parametrize("make", [lambda: SyncEngine(0), lambda: ThreadEngine(0, CHUNK)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SyncEngine(0),
+        lambda: ThreadEngine(1, 1, 0),
+        lambda: ThreadEngine(0, 1, CHUNK),
+        lambda: ThreadEngine(1, 0, CHUNK),
+    ],
+)
 def test_sizes_must_be_positive(make: Make) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         make()
@@ -486,3 +866,41 @@ def test_the_hand_driven_engine_moves_when_told(file: StateFile) -> None:
     assert [line.split(" of ")[0] for line in engine.log] == [
         *("submit write", "submit read", "wait write", "wait read", "wait write"),
     ]
+
+
+def test_the_hand_driven_engine_refuses_to_move_out_of_order(file: StateFile) -> None:
+    engine = HandEngine()
+    write = engine.write(file, 0, pattern(CHUNK))
+    buffer = empty(CHUNK)
+    read = engine.read(file, 0, buffer, write)
+    with pytest.raises(AssertionError, match=r"read .* performed before the write"):
+        read.perform()
+    assert not read.is_done()
+    write.perform()
+    read.perform()
+    read.wait()
+
+    assert buffer == pattern(CHUNK)
+    assert engine.in_flight == []
+
+
+def test_the_hand_driven_engine_passes_errors_on_and_tells_them_all(file: StateFile) -> None:
+    engine = HandEngine()
+    write = engine.write(file, 0, pattern(CHUNK))
+    buffer = empty(CHUNK)
+    read = engine.read(file, CHUNK, buffer, write)
+    write.fail(StateStoreError("planted"))
+    read.perform()
+    with pytest.raises(StateStoreError, match="planted"):
+        read.wait()
+    with pytest.raises(StateStoreError, match="planted"):
+        engine.drain()
+    engine.drain()
+
+    event = Event(error=RuntimeError("CUDA error: planted"))
+    late = engine.read(file, CHUNK, buffer, event)
+    assert event.num_waits == 0
+    late.perform()
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        late.wait()
+    assert buffer == empty(CHUNK)

@@ -334,12 +334,6 @@ def test_this_boots_leftovers_are_reclaimed_on_any_filesystem(
     assert not path.exists()
 
 
-def test_the_type_of_a_filesystem_is_known(tmp_path: Path) -> None:
-    with small_tmpfs(tmp_path / "a b") as small:
-        assert rank_directory._filesystem_type(small / "x") == "tmpfs"
-    assert rank_directory._filesystem_type(Path("/proc/self")) == "proc"
-
-
 def test_leftovers_that_cannot_be_removed_stop_nobody(
     base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

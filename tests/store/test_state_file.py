@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import fcntl
 import os
 import pickle
 import shutil
@@ -20,15 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.optimizer.nvme_state_store import state_file
 from megatron.core.optimizer.nvme_state_store.errors import (
     DirectoryError,
     StateFileError,
     StateStoreError,
 )
-from megatron.core.optimizer.nvme_state_store.state_file import OS_LAYER, StateFile
+from megatron.core.optimizer.nvme_state_store.layout import ALIGN_BYTES
+from megatron.core.optimizer.nvme_state_store.memory import page_aligned
+from megatron.core.optimizer.nvme_state_store.state_file import StateFile
+from megatron.core.optimizer.nvme_state_store.system_calls import OS_LAYER
 
 from buildtools.paths import WORK
-from tests.store.failing_file import FailingLayer, missing_ability, mounted, small_tmpfs
+from tests.store.failing_file import Action, FailingLayer, missing_ability, mounted, small_tmpfs
 
 MIB = 1 << 20
 
@@ -274,6 +279,60 @@ def test_rule_3_short_and_interrupted_transfers_go_on(
     assert layer.count[call] == 4
 
 
+@pytest.mark.parametrize("call", ["preadv", "pwrite"])
+def test_rule_3_a_transfer_that_is_to_be_tried_again_is(
+    call: str, file: StateFile, layer: FailingLayer
+) -> None:
+    layer.shorten(call, 300, nth=1)
+    layer.fail(call, errno.EAGAIN, nth=2, times=3)
+
+    file.write_from(100, memoryview(pattern(1000)))
+
+    assert read(file, 100, 1000) == pattern(1000)
+    assert layer.count[call] == 5
+
+
+def test_rule_3_but_not_for_ever(
+    file: StateFile, layer: FailingLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time is that of the whole transfer: a little progress does not start it again."""
+    clock = Clock()
+    monkeypatch.setattr(state_file, "time", clock)
+    for nth in range(1, 100):
+        if nth % 10 == 0:
+            layer.shorten("pwrite", 1, nth=nth)
+        else:
+            layer.on("pwrite", clock.passing(state_file.AGAIN_TIMEOUT_S / 20), nth=nth)
+
+    error = the_error("write", file.write_from, 8, memoryview(pattern(1000)))
+
+    assert (error.errno, error.offset, error.actual) == (errno.EAGAIN, 8, 2)
+    assert "asked to try again for 30 s" in str(error)
+    assert clock.now == pytest.approx(state_file.AGAIN_TIMEOUT_S * 21 / 20)
+
+
+class Clock:
+    """Stands still, unless a system call or a sleep takes its time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0, "a busy loop"
+
+    def passing(self, seconds: float) -> Action:
+        """Return an action that takes some time and wants to be tried again."""
+
+        def action(real: Any, arguments: Any) -> None:
+            self.now += seconds
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+        return action
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
 def test_rule_3_a_failed_transfer_says_where_and_how_far(
     number: int, file: StateFile, layer: FailingLayer
@@ -371,6 +430,318 @@ def test_threads_move_distinct_ranges_at_once(tmp_path: Path) -> None:
             list(pool.map(move, range(4)))
         content = read(file, 0, file.nbytes)
     assert content == b"".join(bytes([number]) * piece for number in range(count))
+
+
+# Direct I/O
+
+
+BLOCK = ALIGN_BYTES
+
+
+class DescriptorsTold(FailingLayer):
+    """Tells for each transfer whether its descriptor was opened for direct I/O."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.were_direct: list[bool] = []
+
+    def preadv(self, fd: int, *rest: Any) -> int:
+        return self._told("preadv", fd, *rest)
+
+    def pwrite(self, fd: int, *rest: Any) -> int:
+        return self._told("pwrite", fd, *rest)
+
+    def _told(self, call: str, fd: int, *rest: Any) -> int:
+        self.were_direct.append(bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT))
+        moved: int = self.__getattr__(call)(fd, *rest)
+        return moved
+
+
+@pytest.fixture
+def told() -> DescriptorsTold:
+    return DescriptorsTold()
+
+
+@pytest.fixture
+def direct(told: DescriptorsTold) -> Iterator[StateFile]:
+    """A file of 1 MiB for direct I/O, on a real disk."""
+    WORK.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=WORK) as scratch:
+        try:
+            made = StateFile.create(Path(scratch) / "state.bin", MIB, told, is_direct=True)
+        except StateFileError as error:
+            missing_ability(f"no direct I/O in {WORK}: {error}")
+        told.count.clear()
+        yield made
+        with contextlib.suppress(StateFileError):
+            made.close()
+
+
+def aligned(content: bytes) -> memoryview:
+    view = page_aligned(len(content))
+    view[:] = content
+    return view
+
+
+def test_rule_5_what_is_aligned_bypasses_the_page_cache(
+    direct: StateFile, told: DescriptorsTold
+) -> None:
+    content, buffer = aligned(pattern(8 * BLOCK)), page_aligned(8 * BLOCK)
+    direct.write_from(BLOCK, content)
+    direct.read_into(BLOCK, buffer)
+
+    assert direct.is_direct
+    assert buffer == content
+    assert told.were_direct == [True, True]
+    assert direct.resident_bytes() == 0
+
+
+@pytest.mark.parametrize(
+    ("offset", "start", "stop"),
+    [
+        (1, 0, BLOCK),
+        (512, 0, BLOCK),
+        (0, 0, BLOCK - 1),
+        (0, 0, 512),
+        (0, 1, BLOCK + 1),
+        (0, 512, BLOCK + 512),
+    ],
+    ids=["place", "place 512", "length", "length 512", "address", "address 512"],
+)
+def test_what_is_not_aligned_goes_through_the_page_cache(
+    offset: int, start: int, stop: int, direct: StateFile, told: DescriptorsTold
+) -> None:
+    """512 would do on some disks; the same way on every disk is worth more."""
+    content, buffer = aligned(pattern(2 * BLOCK)), page_aligned(2 * BLOCK)
+    direct.write_from(offset, content[start:stop])
+    direct.read_into(offset, buffer[start:stop])
+
+    assert buffer[start:stop] == content[start:stop]
+    assert told.were_direct == [False, False]
+
+
+def test_memory_whose_address_is_unknown_goes_through_the_page_cache(
+    direct: StateFile, told: DescriptorsTold
+) -> None:
+    direct.write_from(0, aligned(pattern(BLOCK)).toreadonly())
+
+    assert told.were_direct == [False]
+    assert read(direct, 0, BLOCK) == pattern(BLOCK)
+
+
+def test_a_file_without_direct_io_never_uses_it(tmp_path: Path, told: DescriptorsTold) -> None:
+    with StateFile.create(tmp_path / "state.bin", MIB, told) as file:
+        file.write_from(0, aligned(pattern(BLOCK)))
+
+    assert not file.is_direct
+    assert told.were_direct == [False]
+    assert told.count["open"] == 1
+
+
+def test_both_ways_see_the_same_bytes(direct: StateFile, told: DescriptorsTold) -> None:
+    """On whatever was cached or dirty before. Three blocks, each side writes in turn."""
+    block, odd = aligned(pattern(3 * BLOCK)), bytearray(pattern(3 * BLOCK)[::-1])
+    for round_number in range(3):
+        direct.read_into(1, memoryview(bytearray(3 * BLOCK - 2)))  # now the pages are cached
+        block[0] = round_number
+        direct.write_from(0, block)
+        assert read(direct, 1, 3 * BLOCK - 2) == block[1:-1]
+
+        odd[5] = round_number
+        direct.write_from(1, memoryview(odd)[1:-1])  # dirty pages
+        buffer = page_aligned(3 * BLOCK)
+        direct.read_into(0, buffer)
+        assert buffer[1:-1] == odd[1:-1]
+        assert (buffer[0], buffer[-1]) == (round_number, block[-1])
+    assert told.were_direct == [False, True, False, False, True] * 3
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwrite"])
+def test_a_short_direct_transfer_goes_on_directly_if_it_ends_aligned(
+    call: str, direct: StateFile, told: DescriptorsTold
+) -> None:
+    told.shorten(call, BLOCK, nth=1)
+    told.fail(call, errno.EINTR, nth=2)
+    content, buffer = aligned(pattern(4 * BLOCK)), page_aligned(4 * BLOCK)
+    direct.write_from(0, content)
+    direct.read_into(0, buffer)
+
+    assert buffer == content
+    assert told.were_direct == [True] * 4
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwrite"])
+def test_the_rest_of_a_short_transfer_goes_directly_once_it_is_aligned(
+    call: str, direct: StateFile, told: DescriptorsTold
+) -> None:
+    """Place, length and address all move on by what has been transferred."""
+    content, buffer = aligned(pattern(3 * BLOCK)), page_aligned(3 * BLOCK)
+    told.shorten(call, BLOCK - 100)
+    direct.write_from(100, content[100:])
+    direct.read_into(100, buffer[100:])
+
+    assert buffer[100:] == content[100:]
+    assert told.were_direct == ([False, True, False] if call == "pwrite" else [False, False, True])
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwrite"])
+@pytest.mark.parametrize("nbytes", [100, 512])
+def test_a_short_direct_transfer_goes_on_through_the_page_cache_if_not(
+    call: str, nbytes: int, direct: StateFile, told: DescriptorsTold
+) -> None:
+    """The layer moves nothing more than it says, so what is read comes from both ways."""
+    told.on(call, lambda real, a: moved_by_copy(real, a, BLOCK + nbytes))
+    content, buffer = aligned(pattern(4 * BLOCK)), page_aligned(4 * BLOCK)
+    direct.write_from(0, content)
+    direct.read_into(0, buffer)
+
+    assert buffer == content
+    first = [True, False] if call == "pwrite" else [True]
+    assert told.were_direct == first + ([True, False] if call == "preadv" else [True])
+
+
+def moved_by_copy(real: Any, arguments: Any, nbytes: int) -> int:
+    """Do a whole direct transfer beside the caller's memory, and let it have the beginning."""
+    fd, buffer, offset = arguments
+    is_read = isinstance(buffer, list)
+    view = buffer[0] if is_read else buffer
+    whole = page_aligned(view.nbytes)
+    if is_read:
+        real(fd, [whole], offset)
+        view[:nbytes] = whole[:nbytes]
+    else:
+        whole[:nbytes] = view[:nbytes]
+        real(fd, whole, offset)
+    return nbytes
+
+
+def test_a_direct_transfer_that_is_to_be_tried_again_is(
+    direct: StateFile, told: DescriptorsTold
+) -> None:
+    told.fail("pwrite", errno.EAGAIN, times=3)
+    direct.write_from(0, aligned(pattern(BLOCK)))
+
+    assert told.were_direct == [True] * 4
+    assert read(direct, 0, BLOCK) == pattern(BLOCK)
+
+
+def test_rule_5_a_filesystem_that_refuses_to_open_is_refused(
+    tmp_path: Path, layer: FailingLayer
+) -> None:
+    """And nothing is left."""
+    layer.fail("open", errno.EINVAL, nth=2)
+
+    error = the_error(
+        "open", lambda: StateFile.create(tmp_path / "state.bin", MIB, layer, is_direct=True)
+    )
+
+    assert error.errno == errno.EINVAL
+    assert "refuses direct I/O" in str(error)
+    assert "--stream-optimizer-state-io auto or buffered" in str(error)
+    assert not list(tmp_path.iterdir())
+    assert layer.count["close"] == 1
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwrite"])
+def test_rule_5_a_filesystem_that_refuses_to_move_is_an_error(
+    call: str, direct: StateFile, told: DescriptorsTold
+) -> None:
+    """No silent way through the page cache."""
+    told.fail(call, errno.EINVAL)
+    method = {"preadv": direct.read_into, "pwrite": direct.write_from}[call]
+
+    error = the_error({"preadv": "read", "pwrite": "write"}[call], method, 0, page_aligned(BLOCK))
+
+    assert error.errno == errno.EINVAL
+    assert "refuses direct I/O" in str(error)
+    assert told.were_direct == [True]
+
+
+def test_a_buffered_transfer_that_is_invalid_is_not_blamed_on_direct_io(
+    file: StateFile, layer: FailingLayer
+) -> None:
+    layer.fail("pwrite", errno.EINVAL)
+
+    assert "direct" not in str(the_error("write", file.write_from, 0, memoryview(b"x")))
+
+
+def test_a_file_that_was_replaced_in_between_is_noticed(
+    tmp_path: Path, layer: FailingLayer
+) -> None:
+    """Or the two ways would lead to two files."""
+
+    def replace(real: Any, arguments: Any) -> Any:
+        (tmp_path / "state.bin").unlink()
+        (tmp_path / "state.bin").write_bytes(bytes(MIB))
+        return real(*arguments)
+
+    layer.on("open", replace, nth=2)
+
+    error = the_error(
+        "open", lambda: StateFile.create(tmp_path / "state.bin", MIB, layer, is_direct=True)
+    )
+
+    assert "replaced" in str(error)
+    assert layer.count["close"] == 2
+
+
+def test_an_existing_file_is_read_directly(direct: StateFile, told: DescriptorsTold) -> None:
+    direct.write_from(0, aligned(pattern(2 * BLOCK)))
+    told.were_direct.clear()
+    direct.path.chmod(0o400)
+
+    with StateFile.open_existing(direct.path, MIB, told, is_direct=True) as again:
+        buffer = page_aligned(2 * BLOCK)
+        again.read_into(0, buffer)
+        error = the_error("write", again.write_from, 0, buffer)
+    assert buffer == pattern(2 * BLOCK)
+    assert told.were_direct == [True, True]
+    assert error.errno == errno.EBADF
+
+
+def test_an_existing_file_that_refuses_direct_io_is_closed(
+    file: StateFile, layer: FailingLayer
+) -> None:
+    layer.fail("open", errno.EINVAL, nth=2)
+
+    error = the_error(
+        "open", lambda: StateFile.open_existing(file.path, MIB, layer, is_direct=True)
+    )
+
+    assert "refuses direct I/O" in str(error)
+    assert layer.count["close"] == 1
+
+
+def test_both_descriptors_are_closed_although_one_fails(
+    direct: StateFile, told: DescriptorsTold
+) -> None:
+    told.cut("close", 0, errno.EIO)
+
+    assert the_error("close", direct.close).errno == errno.EIO
+    direct.close()
+
+    assert told.count["close"] == 2
+    assert the_error("read", direct.read_into, 0, page_aligned(BLOCK)).errno == errno.EBADF
+
+
+def test_a_truncated_file_is_an_early_end_of_a_direct_read(direct: StateFile) -> None:
+    os.truncate(direct.path, BLOCK + 100)
+
+    error = the_error("read", direct.read_into, 0, page_aligned(4 * BLOCK))
+
+    assert (error.expected, error.actual) == (4 * BLOCK, BLOCK + 100)
+
+
+def test_rule_1_holds_for_direct_io_where_nothing_can_be_reserved(
+    direct: StateFile, told: DescriptorsTold
+) -> None:
+    """The zeros went through the page cache; direct reads see them, and nothing stays."""
+    told.fail("posix_fallocate", errno.EOPNOTSUPP)
+    path = direct.path.with_name("second.bin")
+    with StateFile.create(path, MIB, told, is_direct=True) as second:
+        buffer = aligned(pattern(BLOCK))
+        second.read_into(MIB - BLOCK, buffer)
+    assert buffer == bytes(BLOCK)
 
 
 # Sync and page cache

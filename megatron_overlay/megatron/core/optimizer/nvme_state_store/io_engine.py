@@ -1,22 +1,16 @@
 """Reads and writes of state files with tickets: what was submitted can be waited for.
 
-[Note: In flight]
-A request is in flight from its submission until its `Ticket.wait` or the engine's `drain` returns,
-not merely until its bytes have moved. So whether these rules hold does not depend on timing, and
-the synchronous engine finds the same mistakes as an asynchronous one. While in flight together:
+The rules are in `io_request`: [Note: In flight], [Note: After] and [Note: Errors].
 
-* No two requests overlap in a file, unless both are reads. A read of bytes that are being written
-  may see the old ones, the new ones or a mixture; so wait for the write first.
-* No two requests overlap in memory, unless both are writes (which only look at it). A slot is
-  not filled again before the write out of it was waited for.
-
-Both are asserted. Requests on different ranges are performed in any order. The file is told by its
-object: two `StateFile` objects of one path are beyond this check. So is a read-only buffer.
-
-[Note: Errors]
-An error stays in its ticket until `wait` raises it, in every engine, so that the order of raising
-does not depend on the engine. What nobody waited for is raised by `drain`: no error is lost. A
-wait returns or raises only when nothing touches the request's buffer any more.
+[Note: No deadlock]
+What a request comes after is waited for by the engine's threads, which serve the requests of one
+kind in order of submission. One that has to wait holds up those of its kind behind it. It is no
+deadlock: a ticket exists only after its submission, so what a request comes after was submitted
+earlier. Of all requests that are not done take the one submitted first. What it comes after is
+done, and no thread is busy with an earlier one; so it moves. This needs (both asserted) that chunks
+enter the queues in order of submission, so one thread submits at a time; and that no thread of the
+engine submits. It also needs that an event ends by itself, not by way of a request that is
+submitted later: nothing can assert that.
 
 Alternatives considered: memory maps (write-back is out of our hands, an I/O error is a SIGBUS);
 io_uring (often refused in containers); libaio (asynchronous with direct I/O only).
@@ -25,183 +19,83 @@ io_uring (often refused in containers); libaio (asynchronous with direct I/O onl
 from __future__ import annotations
 
 import abc
-import ctypes
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
-from typing import Literal, Protocol
 
 from .errors import StateStoreError
+from .io_request import IoCounters as IoCounters
+from .io_request import IoEngine as IoEngine
+from .io_request import Operation as Operation
+from .io_request import Request as Request
+from .io_request import Span as Span
+from .io_request import Ticket as Ticket
+from .io_request import Waitable as Waitable
+from .io_request import assert_compatible as assert_compatible
 from .state_file import StateFile
 
 logger = logging.getLogger(__name__)
 
-Operation = Literal["read", "write"]
 DEFAULT_CHUNK_BYTES = 8 << 20
+"""A multiple of 4096, or no chunk but the first would be aligned for direct I/O."""
+DEFAULT_NUM_READERS = 4
+DEFAULT_NUM_WRITERS = 4
+_THREAD_NAME = "nvme-state-store"
 
 
-@dataclass(frozen=True, slots=True)
-class IoCounters:
-    """What an engine has moved since it was made; subtract an earlier value for an interval.
-
-    Attributes:
-        bytes_read: Bytes that reads have filled.
-        bytes_written: Bytes that writes have handed to the kernel.
-        read_seconds: Time inside reads, added up over threads.
-        write_seconds: Time inside writes, added up over threads.
-    """
-
-    bytes_read: int = 0
-    bytes_written: int = 0
-    read_seconds: float = 0.0
-    write_seconds: float = 0.0
-
-    def __add__(self, other: IoCounters) -> IoCounters:
-        return IoCounters(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-    def __sub__(self, other: IoCounters) -> IoCounters:
-        return IoCounters(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
-
-
-class Ticket(Protocol):
-    """One submitted request."""
-
-    def wait(self) -> None:
-        """Block until the bytes have moved and nothing touches the buffer any more.
-
-        May be called again, and by any thread; an error is then raised again.
-
-        Raises:
-            StateFileError: they have not; of several failures the one at the lowest offset.
-            StateStoreError: the engine is closed.
-        """
-        ...
-
-
-class IoEngine(Protocol):
-    """What performs requests. Thread: submit, drain and close from one thread at a time."""
-
-    @property
-    def counters(self) -> IoCounters:
-        """What was moved so far."""
-        ...
-
-    def read(self, file: StateFile, offset: int, buffer: memoryview) -> Ticket:
-        """Begin to fill ``buffer`` with the bytes at ``offset``.
-
-        Raises:
-            ValueError: the range does not lie within the file, or the buffer is unsuited.
-            StateStoreError: the engine is closed, or belongs to the parent of this process.
-        """
-        ...
-
-    def write(self, file: StateFile, offset: int, buffer: memoryview) -> Ticket:
-        """Begin to write ``buffer`` at ``offset``; it must not change before the wait.
-
-        Raises:
-            ValueError: the range does not lie within the file, or the buffer is unsuited.
-            StateStoreError: the engine is closed, or belongs to the parent of this process.
-        """
-        ...
-
-    def drain(self) -> None:
-        """Block until nothing is in flight.
-
-        Raises:
-            StateFileError: the first error, in order of submission, that no wait has raised; a
-                note says how many more there were.
-        """
-        ...
-
-    def close(self) -> None:
-        """Block until nothing touches a file or buffer, and accept nothing any more.
-
-        Requests that have not begun are cancelled, and all tickets raise from now on: drain first.
-        A second call does nothing. Raises nothing; logs errors that nobody has waited for.
-        """
-        ...
-
-
-class Request:
-    """One read or write: where in which file, and which memory.
-
-    Attributes:
-        operation: ``read`` or ``write``.
-        file: The file.
-        offset: Where in the file it begins, in bytes.
-        buffer: Its memory as bytes; empty once it is settled, so that the memory can be freed.
-    """
-
-    def __init__(
-        self, operation: Operation, file: StateFile, offset: int, buffer: memoryview
-    ) -> None:
-        if operation == "read" and buffer.readonly:
-            raise ValueError(f"{file.path}: cannot read into a read-only buffer")
-        self.operation = operation
-        self.file = file
-        self.offset = offset
-        self.buffer = file.check_range(offset, buffer)
-        self.nbytes = buffer.nbytes
-        self.address = _address(self.buffer)
-
-    def __str__(self) -> str:
-        end = self.offset + self.nbytes
-        return f"{self.operation} of bytes {self.offset} to {end} of {self.file.path}"
-
-    def conflict(self, other: Request) -> str:
-        """Say what forbids ``self`` and ``other`` to be in flight together; empty if nothing."""
-        operations = {self.operation, other.operation}
-        if self.file is other.file and "write" in operations and self._meets(other, "offset"):
-            return "their ranges overlap in the file"
-        have_addresses = self.address != 0 and other.address != 0
-        if have_addresses and "read" in operations and self._meets(other, "address"):
-            return "they use the same memory"
-        return ""
-
-    def _meets(self, other: Request, what: Literal["offset", "address"]) -> bool:
-        first, second = getattr(self, what), getattr(other, what)
-        start, stop = max(first, second), min(first + self.nbytes, second + other.nbytes)
-        return bool(start < stop)
-
-
-def assert_compatible(request: Request, in_flight: list[Request]) -> None:
-    """Assert that ``request`` may be in flight together with all of ``in_flight``."""
-    for other in in_flight:
-        conflict = request.conflict(other)
-        assert not conflict, f"{request} while {other} is in flight: {conflict}; wait for it first"
-
-
-def _address(view: memoryview) -> int:
-    if view.readonly or not view.nbytes:
-        return 0
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+def _discard(requests: list[_Submitted], request: _Submitted) -> bool:
+    """Remove ``request`` if it is there; return whether it was."""
+    try:
+        requests.remove(request)
+    except ValueError:
+        return False
+    return True
 
 
 class _Submitted(Request):
     """A request of an engine of this module, and its ticket."""
 
     def __init__(
-        self, engine: _Engine, operation: Operation, file: StateFile, offset: int, view: memoryview
+        self,
+        engine: _Engine,
+        operation: Operation,
+        file: StateFile,
+        offset: int,
+        view: memoryview,
+        after: Sequence[Waitable],
     ) -> None:
-        super().__init__(operation, file, offset, view)
+        super().__init__(operation, file, offset, view, after)
         self.chunks: list[Future[None]] = []
         self.has_failed = False  # its chunks that have not begun need not
-        self._engine = engine
+        self.engine = engine
+        self.begin = self.end = 0.0
+        self._has_begun = False
+        self._begins = threading.Lock()
+
+    @property
+    def span(self) -> Span | None:
+        """See `Ticket.span`."""
+        if not self.is_done() or self.outcome() is not None:
+            return None
+        return Span(self.begin, self.end)
+
+    def is_done(self) -> bool:
+        """See `Ticket.is_done`."""
+        return all(chunk.done() for chunk in self.chunks)
 
     def wait(self) -> None:
         """See `Ticket.wait`."""
-        self._engine.check_process()
-        error = self.settle()
-        self._engine.forget(self)
+        self.engine.check_process()
+        error = self.outcome()
+        self.engine.forget(self)
         if error is not None:
             raise error
-        self._engine.check_open()
+        self.engine.check_open()
 
-    def settle(self) -> BaseException | None:
+    def outcome(self) -> BaseException | None:
         """Block until no chunk is running; return the error at the lowest offset."""
         first: BaseException | None = None
         for chunk in self.chunks:
@@ -210,8 +104,31 @@ class _Submitted(Request):
             except CancelledError:
                 error = StateStoreError(f"{self}: the I/O engine was closed before it was done")
             first = first or error
-        self.buffer = memoryview(b"")
         return first
+
+    def begin_after(self) -> None:
+        """Block until what it comes after is done. Each chunk calls it before it moves.
+
+        Raises:
+            Exception: that has failed; only one chunk raises it, and `has_failed` tells the others.
+        """
+        with self._begins:
+            if self._has_begun or self.has_failed:
+                return
+            try:
+                for each in self.after:
+                    if isinstance(each, _Submitted):
+                        # Not its wait, after which drain would not tell its error any more.
+                        error = each.outcome()
+                        if error is not None:
+                            raise error
+                    else:
+                        each.wait()
+            except BaseException:
+                self.has_failed = True
+                raise
+            self._has_begun = True
+            self.begin = time.monotonic()
 
 
 class _Engine(abc.ABC):
@@ -222,7 +139,11 @@ class _Engine(abc.ABC):
             raise ValueError(f"chunk_bytes must be positive, not {chunk_bytes}")
         self._chunk_bytes = chunk_bytes
         self._lock = threading.Lock()
+        self._submission = threading.Lock()
         self._in_flight: list[_Submitted] = []
+        self._failed: list[_Submitted] = []
+        """In flight no more, since a request after them was waited for; their errors are told by
+        `drain`."""
         self._counters = IoCounters()
         self._is_closed = False
         self._pid = os.getpid()
@@ -233,13 +154,13 @@ class _Engine(abc.ABC):
         with self._lock:
             return self._counters
 
-    def read(self, file: StateFile, offset: int, buffer: memoryview) -> Ticket:
+    def read(self, file: StateFile, offset: int, buffer: memoryview, *after: Waitable) -> Ticket:
         """See `IoEngine.read`."""
-        return self._submit(_Submitted(self, "read", file, offset, buffer))
+        return self._submit(_Submitted(self, "read", file, offset, buffer, after))
 
-    def write(self, file: StateFile, offset: int, buffer: memoryview) -> Ticket:
+    def write(self, file: StateFile, offset: int, buffer: memoryview, *after: Waitable) -> Ticket:
         """See `IoEngine.write`."""
-        return self._submit(_Submitted(self, "write", file, offset, buffer))
+        return self._submit(_Submitted(self, "write", file, offset, buffer, after))
 
     def drain(self) -> None:
         """See `IoEngine.drain`."""
@@ -272,34 +193,53 @@ class _Engine(abc.ABC):
             )
 
     def forget(self, request: _Submitted) -> None:
-        """Take a settled request out of those in flight."""
+        """Take a request whose outcome was told out of those in flight, and its predecessors."""
+        # None of them moves any more, whatever their engine and outcome.
+        predecessors = [one for one in request.predecessors() if isinstance(one, _Submitted)]
+        for one in predecessors:
+            one.engine._pass_over(one)
         with self._lock:
-            if request in self._in_flight:
-                self._in_flight.remove(request)
+            _discard(self._in_flight, request)
+            _discard(self._failed, request)
+        request.let_go()
+
+    def _pass_over(self, request: _Submitted) -> None:
+        has_failed = request.outcome() is not None
+        with self._lock:
+            if _discard(self._in_flight, request) and has_failed:
+                self._failed.append(request)
+        request.let_go()
 
     def _submit(self, request: _Submitted) -> Ticket:
         self.check_process()
         self.check_open()
-        with self._lock:
-            assert_compatible(request, list(self._in_flight))
-            self._in_flight.append(request)
-        for start in range(0, request.nbytes, self._chunk_bytes):
-            request.chunks.append(self._run(self._move_chunk, request, start))
+        is_alone = self._submission.acquire(blocking=False)
+        assert is_alone, f"{request} was submitted while another one is: one thread at a time"
+        try:
+            with self._lock:
+                assert_compatible(request, list(self._in_flight))
+                self._in_flight.append(request)
+            # An empty request has a chunk, too: it waits for what it comes after.
+            for start in range(0, max(request.nbytes, 1), self._chunk_bytes):
+                request.chunks.append(self._run(self._move_chunk, request, start))
+        finally:
+            self._submission.release()
         return request
 
     def _settle_all(self) -> list[BaseException]:
         with self._lock:
-            requests = list(self._in_flight)
-        errors = [request.settle() for request in requests]
+            requests = sorted([*self._failed, *self._in_flight], key=lambda one: one.number)
+        errors = [request.outcome() for request in requests]
         for request in requests:
             self.forget(request)
         return [error for error in errors if error is not None]
 
     def _move_chunk(self, request: _Submitted, start: int) -> None:
+        request.begin_after()
         if request.has_failed:
             return
         view = request.buffer[start : start + self._chunk_bytes]
-        began = time.perf_counter()
+        began = time.monotonic()
         try:
             if request.operation == "read":
                 request.file.read_into(request.offset + start, view)
@@ -308,7 +248,8 @@ class _Engine(abc.ABC):
         except BaseException:
             request.has_failed = True
             raise
-        seconds = time.perf_counter() - began
+        ended = time.monotonic()
+        seconds = ended - began
         moved = (
             IoCounters(bytes_read=view.nbytes, read_seconds=seconds)
             if request.operation == "read"
@@ -316,6 +257,7 @@ class _Engine(abc.ABC):
         )
         with self._lock:
             self._counters += moved
+            request.end = max(request.end, ended)
 
     @abc.abstractmethod
     def _run(
@@ -354,26 +296,46 @@ class SyncEngine(_Engine):
 
 
 class ThreadEngine(_Engine):
-    """Performs the chunks of requests in a pool of threads, in order of submission.
+    """Performs reads in one pool of threads and writes in another, each in order of submission.
 
-    A request spreads over all threads; a read submitted behind writes waits for a free one. At exit
+    So a read never queues behind writes. A request spreads over all threads of its pool. At exit
     the interpreter finishes what was submitted before it calls atexit functions.
 
     Args:
-        num_threads: Transfers at the same time.
+        num_readers: Reads at the same time.
+        num_writers: Writes at the same time.
         chunk_bytes: Largest transfer in one call to the file, in bytes.
     """
 
-    def __init__(self, num_threads: int, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
-        if num_threads <= 0:
-            raise ValueError(f"num_threads must be positive, not {num_threads}")
+    def __init__(
+        self,
+        num_readers: int = DEFAULT_NUM_READERS,
+        num_writers: int = DEFAULT_NUM_WRITERS,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    ) -> None:
+        if num_readers <= 0 or num_writers <= 0:
+            raise ValueError(
+                f"num_readers {num_readers} and num_writers {num_writers} must be positive"
+            )
         super().__init__(chunk_bytes)
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="nvme-state-store")
+        self._pools: dict[Operation, ThreadPoolExecutor] = {
+            "read": ThreadPoolExecutor(num_readers, f"{_THREAD_NAME}-read"),
+            "write": ThreadPoolExecutor(num_writers, f"{_THREAD_NAME}-write"),
+        }
+
+    def _submit(self, request: _Submitted) -> Ticket:
+        name = threading.current_thread().name
+        assert not name.startswith(_THREAD_NAME), f"{request} was submitted by {name}"
+        return super()._submit(request)
 
     def _run(
         self, move: Callable[[_Submitted, int], None], request: _Submitted, start: int
     ) -> Future[None]:
-        return self._pool.submit(move, request, start)
+        return self._pools[request.operation].submit(move, request, start)
 
     def _stop(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        # Cancelled everywhere first: one that runs may wait for one of the other pool.
+        for pool in self._pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
+        for pool in self._pools.values():
+            pool.shutdown(wait=True)

@@ -50,6 +50,7 @@ from types import TracebackType
 from typing import Self
 
 from .errors import DirectoryError
+from .filesystems import filesystem_type as _filesystem_type
 
 logger = logging.getLogger(__name__)
 
@@ -302,19 +303,6 @@ def _boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return "unknown"
-
-
-def _filesystem_type(path: Path) -> str:
-    """Return the type of the filesystem that holds an absolute path without symlinks."""
-    best, found = "", "unknown"
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
-            left, _, right = line.partition(" - ")
-            point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), left.split()[4])
-            # Of two mounts on one point the later one is on top.
-            if path.is_relative_to(point) and len(point) >= len(best):
-                best, found = point, right.split()[0]
-    return found
 
 
 _registered_pids: set[int] = set()

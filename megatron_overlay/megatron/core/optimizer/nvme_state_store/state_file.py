@@ -10,6 +10,9 @@ Numbered rules, each with a test:
    are continued; an early end of the file, or a transfer of nothing, is an error with its place.
 4. A failed sync is final: Linux marks the pages clean that it could not write and forgets the
    error, so that a second fdatasync would succeed although the bytes are lost.
+5. Direct I/O is used where it was asked for and a transfer is aligned, and nothing else is used in
+   its place: a filesystem that refuses it raises. Whether to ask is decided in `direct_io`; what
+   goes on through the page cache says [Note: Two descriptors] in `descriptors`.
 
 Thread: distinct byte ranges of one file may be transferred by several threads at once. `close`
 and `remove` must not run while another thread is inside a transfer: the number of the closed
@@ -18,43 +21,30 @@ descriptor may already belong to another file, which would then receive the byte
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
 import stat
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
+from . import page_cache
+from .descriptors import NO_DIRECT, Descriptors
 from .errors import StateFileError
+from .memory import address_of
+from .system_calls import OS_LAYER as OS_LAYER
+from .system_calls import Layer
 
-_WINDOW = 1 << 30
-"""Bytes that are mapped at once to ask what is cached; a multiple of the page size."""
+AGAIN_TIMEOUT_S = 30.0
+"""How long one transfer may be told to try again (EAGAIN), in seconds, before it is an error."""
+_AGAIN_PAUSE_S = 0.001
 _ZEROS = memoryview(bytes(8 << 20))
 _BLOCK = 512
 """Unit of ``st_blocks``, whatever the filesystem's own block size is."""
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
-
-
-class Layer(Protocol):
-    """The functions of `os` that touch a state file, so that a test can pass ones that fail."""
-
-    def open(self, path: Path, flags: int, mode: int, /) -> int: ...  # noqa: D102
-    def close(self, fd: int, /) -> None: ...  # noqa: D102
-    def unlink(self, path: Path, /) -> None: ...  # noqa: D102
-    def fstat(self, fd: int, /) -> os.stat_result: ...  # noqa: D102
-    def posix_fallocate(self, fd: int, offset: int, nbytes: int, /) -> None: ...  # noqa: D102
-    def posix_fadvise(self, fd: int, offset: int, nbytes: int, advice: int, /) -> None: ...  # noqa: D102
-    def preadv(self, fd: int, buffers: list[memoryview], offset: int, /) -> int: ...  # noqa: D102
-    def pwrite(self, fd: int, buffer: memoryview, offset: int, /) -> int: ...  # noqa: D102
-    def fdatasync(self, fd: int, /) -> None: ...  # noqa: D102
-
-
-OS_LAYER: Layer = os
-"""The real one. Its transfers release the GIL."""
 
 
 class StateFile:
@@ -65,35 +55,47 @@ class StateFile:
         nbytes: Its size in bytes.
     """
 
-    def __init__(self, path: Path, nbytes: int, fd: int, layer: Layer) -> None:
+    def __init__(self, path: Path, nbytes: int, fds: Descriptors, layer: Layer) -> None:
         self.path = path
         self.nbytes = nbytes
-        self._fd = fd
+        self._fds = fds
         self._layer = layer
         self._sync_error: StateFileError | None = None
 
     @classmethod
-    def create(cls, path: Path, nbytes: int, layer: Layer = OS_LAYER) -> Self:
+    def create(
+        cls, path: Path, nbytes: int, layer: Layer = OS_LAYER, *, is_direct: bool = False
+    ) -> Self:
         """Make a file that only its owner may read, with real blocks for all of its ``nbytes``.
 
         Blocks for as long as it takes to write ``nbytes`` where the filesystem cannot reserve.
 
+        Args:
+            path: Must not exist.
+            nbytes: Its size, for good.
+            layer: The system calls.
+            is_direct: Move aligned transfers past the page cache; see [Note: Two descriptors].
+
         Raises:
             StateFileError: the file exists, or the blocks could not be had: the file is removed
-                again, and the message says how many bytes the filesystem has free.
+                again, and the message says how many bytes the filesystem has free. Or the
+                filesystem refuses direct I/O; the file is removed again, too.
             ValueError: ``nbytes`` is not positive.
         """
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         file = cls._opened(path, nbytes, "create", flags, layer)
         try:
+            if is_direct:
+                file._fds.open_direct(os.O_RDWR)
             file._reserve()
         except BaseException as error:
             raised = error
             left_over = file._left_over()
-            if isinstance(error, OSError | StateFileError) and error.errno is not None:
+            if isinstance(error, OSError | StateFileError) and error.errno in _NO_SPACE:
                 # Asked after the removal: what the filesystem had before this file.
-                hint = _free_space(path) if error.errno in _NO_SPACE else ""
-                raised = file._error("reserve", error, 0, nbytes, hint=hint)
+                raised = file._error("reserve", error, 0, nbytes, hint=_free_space(path))
+            elif isinstance(error, OSError):
+                raised = file._error("reserve", error, 0, nbytes)
             if left_over:
                 raised.add_note(left_over)
             if raised is error:
@@ -102,20 +104,31 @@ class StateFile:
         return file
 
     @classmethod
-    def open_existing(cls, path: Path, nbytes: int, layer: Layer = OS_LAYER) -> Self:
+    def open_existing(
+        cls, path: Path, nbytes: int, layer: Layer = OS_LAYER, *, is_direct: bool = False
+    ) -> Self:
         """Open a file for reading alone; its directory may be read-only.
 
+        Args:
+            path: The file.
+            nbytes: The size that it must have.
+            layer: The system calls.
+            is_direct: Read past the page cache what is aligned; see [Note: Two descriptors].
+
         Raises:
-            StateFileError: it is missing, is no regular file, or is not ``nbytes`` long.
+            StateFileError: it is missing, is no regular file, or is not ``nbytes`` long; or the
+                filesystem refuses direct I/O.
             ValueError: ``nbytes`` is not positive.
         """
-        file = cls._opened(path, nbytes, "open", os.O_RDONLY | os.O_CLOEXEC, layer)
+        file = cls._opened(path, nbytes, "open", os.O_RDONLY, layer)
         try:
             info = file._stat("open")
             if not stat.S_ISREG(info.st_mode):
                 raise StateFileError(path, "open", hint="it is not a regular file")
             if info.st_size != nbytes:
                 raise StateFileError(path, "open", expected=nbytes, actual=info.st_size)
+            if is_direct:
+                file._fds.open_direct(os.O_RDONLY)
         except StateFileError:
             file.close()
             raise
@@ -126,9 +139,14 @@ class StateFile:
         if nbytes <= 0:
             raise ValueError(f"{path}: a state file has at least one byte, not {nbytes}")
         try:
-            return cls(path, nbytes, layer.open(path, flags, 0o600), layer)
+            return cls(path, nbytes, Descriptors(path, flags, layer), layer)
         except OSError as error:
             raise StateFileError(path, operation, expected=nbytes, errno=error.errno) from error
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether aligned transfers bypass the page cache."""
+        return self._fds.has_direct
 
     def __enter__(self) -> Self:
         return self
@@ -155,7 +173,7 @@ class StateFile:
         if not buffer.c_contiguous:
             raise ValueError(f"{self.path}: the buffer of {buffer.nbytes} bytes has gaps")
         # memoryview.cast refuses views with a zero in their shape.
-        return buffer.cast("B") if buffer.nbytes else memoryview(b"")
+        return buffer.cast("B") if buffer.nbytes else memoryview(bytearray())
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes at ``offset``. Blocks until all are there.
@@ -188,13 +206,23 @@ class StateFile:
         view: memoryview,
     ) -> None:
         done = 0
+        address = address_of(view)
+        give_up_at = float("inf")
         while done < view.nbytes:
+            place = (address and address + done, offset + done, view.nbytes - done)
+            fd = -1
             try:
-                moved = call(self._open_fd, view[done:], offset + done)
+                fd = self._fds.for_transfer(*place)
+                moved = call(fd, view[done:], offset + done)
             except InterruptedError:
                 continue
             except OSError as error:
-                hint = _free_space(self.path) if error.errno in _NO_SPACE else ""
+                # The first EAGAIN starts the clock; progress does not stop it.
+                give_up_at = min(give_up_at, time.monotonic() + AGAIN_TIMEOUT_S)
+                if error.errno == errno.EAGAIN and time.monotonic() < give_up_at:
+                    time.sleep(_AGAIN_PAUSE_S)
+                    continue
+                hint = self._hint(error.errno, fd)
                 raise self._error(operation, error, offset, view.nbytes, done, hint) from error
             if moved <= 0:
                 raise StateFileError(
@@ -208,6 +236,13 @@ class StateFile:
                 )
             done += moved
 
+    def _hint(self, number: int | None, fd: int) -> str:
+        if number in _NO_SPACE:
+            return _free_space(self.path)
+        if number == errno.EAGAIN:
+            return f"the kernel has asked to try again for {AGAIN_TIMEOUT_S:.0f} s"
+        return NO_DIRECT if number == errno.EINVAL and self._fds.is_direct(fd) else ""
+
     def sync(self) -> None:
         """Block until every byte written so far is on the device.
 
@@ -217,7 +252,7 @@ class StateFile:
         if self._sync_error is not None:
             raise self._sync_error
         try:
-            self._layer.fdatasync(self._open_fd)
+            self._layer.fdatasync(self._fds.buffered)
         except OSError as error:
             self._sync_error = self._error("sync", error)
             raise self._sync_error from error
@@ -231,7 +266,7 @@ class StateFile:
             StateFileError: the kernel refused the advice.
         """
         try:
-            self._layer.posix_fadvise(self._open_fd, 0, self.nbytes, os.POSIX_FADV_DONTNEED)
+            self._layer.posix_fadvise(self._fds.buffered, 0, self.nbytes, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise self._error("drop_page_cache", error) from error
 
@@ -242,9 +277,7 @@ class StateFile:
             StateFileError: the kernel does not tell.
         """
         try:
-            return min(
-                self.nbytes, sum(_resident_pages(self._open_fd, self.nbytes)) * mmap.PAGESIZE
-            )
+            return page_cache.resident_bytes(self._fds.buffered, self.nbytes)
         except OSError as error:
             raise self._error("resident_bytes", error) from error
 
@@ -254,10 +287,8 @@ class StateFile:
         Raises:
             StateFileError: the filesystem reported an error; the file is closed all the same.
         """
-        fd, self._fd = self._fd, -1
         try:
-            if fd >= 0:
-                self._layer.close(fd)
+            self._fds.close()
         except OSError as error:
             raise self._error("close", error) from error
 
@@ -285,7 +316,7 @@ class StateFile:
 
     def _reserve(self) -> None:
         try:
-            self._layer.posix_fallocate(self._open_fd, 0, self.nbytes)
+            self._layer.posix_fallocate(self._fds.buffered, 0, self.nbytes)
         except OSError as error:
             if error.errno not in _NO_FALLOCATE:
                 raise
@@ -311,15 +342,9 @@ class StateFile:
         info = self._stat("reserve")
         return min(info.st_size, info.st_blocks * _BLOCK)
 
-    @property
-    def _open_fd(self) -> int:
-        if self._fd < 0:
-            raise OSError(errno.EBADF, "closed")
-        return self._fd
-
     def _stat(self, operation: str) -> os.stat_result:
         try:
-            return self._layer.fstat(self._open_fd)
+            return self._layer.fstat(self._fds.buffered)
         except OSError as error:
             raise self._error(operation, error) from error
 
@@ -349,30 +374,3 @@ def _free_space(path: Path) -> str:
     except OSError:
         return ""
     return f"the filesystem of {path.parent} has {info.f_bavail * info.f_frsize} bytes free"
-
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.mmap.argtypes = (
-    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int),
-    *(ctypes.c_int, ctypes.c_int, ctypes.c_long),
-)
-_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_LIBC.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
-_MAP_FAILED = ctypes.c_void_p(-1).value
-
-
-def _resident_pages(fd: int, nbytes: int) -> Iterator[int]:
-    # Python's own mmap does not tell the address of a read-only mapping. Nothing touches the pages.
-    for start in range(0, nbytes, _WINDOW):
-        length = min(_WINDOW, nbytes - start)
-        where = _LIBC.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, fd, start)
-        if where == _MAP_FAILED:
-            raise OSError(ctypes.get_errno(), "mmap")
-        try:
-            pages = ctypes.create_string_buffer(-(-length // mmap.PAGESIZE))
-            if _LIBC.mincore(where, length, pages) != 0:
-                raise OSError(ctypes.get_errno(), "mincore")
-        finally:
-            _LIBC.munmap(where, length)
-        yield pages.raw.count(1)  # Linux sets no bit but the lowest
