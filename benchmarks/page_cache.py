@@ -12,55 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.optimizer.nvme_state_store.io_engine import SyncEngine
 from megatron.core.optimizer.nvme_state_store.layout import make_layout
 from megatron.core.optimizer.nvme_state_store.state_file import StateFile
 
-ROOT = Path("/sys/fs/cgroup")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-
-@dataclass(frozen=True)
-class Group:
-    """A memory cgroup, and what its files are called in this version of the interface."""
-
-    path: Path
-    limit: str
-    anonymous: str
-    file: str
-
-    def stat(self) -> dict[str, int]:
-        """Return megabytes by kind."""
-        rows = dict(line.split() for line in (self.path / "memory.stat").read_text().splitlines())
-        return {
-            "anonymous_mb": int(rows[self.anonymous]) // 10**6,
-            "file_mb": int(rows[self.file]) // 10**6,
-        }
-
-
-@contextmanager
-def memory_group(limit_nbytes: int) -> Iterator[Group]:
-    """Put this process into a new group with a limit, and back at the end."""
-    name = f"page-cache-benchmark-{os.getpid()}"
-    if (ROOT / "memory").is_dir():
-        parent = ROOT / "memory"
-        group = Group(parent / name, "memory.limit_in_bytes", "rss", "cache")
-    else:
-        parent = ROOT
-        group = Group(parent / name, "memory.max", "anon", "file")
-    group.path.mkdir()
-    try:
-        (group.path / group.limit).write_text(str(limit_nbytes))
-        (group.path / "cgroup.procs").write_text(str(os.getpid()))
-        yield group
-    finally:
-        (parent / "cgroup.procs").write_text(str(os.getpid()))
-        group.path.rmdir()
+from benchmarks.memory import memory_group
 
 
 def main() -> None:
@@ -77,7 +39,7 @@ def main() -> None:
     seconds = []
     with memory_group(args.limit_mb * 10**6) as group:
         slot = memoryview(bytearray(layout.slot_nbytes))
-        file = StateFile.create(args.directory / f"page-cache-{os.getpid()}", layout.file_nbytes)
+        file = StateFile.create(args.directory / f"page-cache-{os.getpid()}", layout.nbytes)
         try:
             for _ in range(args.steps):
                 start = time.monotonic()
@@ -86,7 +48,7 @@ def main() -> None:
                     engine.read(file, bucket.offset, extent).wait()
                     engine.write(file, bucket.offset, extent).wait()
                 seconds.append(round(time.monotonic() - start, 2))
-            held = group.stat()
+            held = {f"{kind}_mb": n // 10**6 for kind, n in group.held().items()}
         finally:
             file.remove()
     result = {

@@ -1,124 +1,49 @@
-"""Time and memory of an optimizer step, stock or streamed, on a real GPU.
+"""One optimizer step on a GPU: seconds, peak device memory, and a hash of the weights after it.
 
-    python benchmarks/step.py stock [--optimizer adam|muon]
-    python benchmarks/step.py streamed --directory /local/nvme [--bucket-numel N] [--keep-cache]
+    python benchmarks/step.py {stock,streamed} [--optimizer adam|muon] [--directory DIR]
+        [--keep-cache] [--host-gb N] [--device-gb N] [--ahead-gb N] [--moment-dtype D]
+        [--main-storage S] [--io I] [--chunk-mb N] [--engine E] [--steps 3] [--warmup 0]
+        [--back-to-back] [--forward-backward-ms N | --forward-backward-io FACTOR]
+        [--memory-cap-gb N] [--save] [--limits disk,copies] [--timeline FILE]
 
 The model is a stack of square matrices under Megatron's DistributedDataParallel and distributed
-optimizer, world size 1: no forward or backward, gradients are random, so that what is measured is
-the step. For Muon a vector joins them, or the Adam beside it would have nothing. Prints one JSON
-line. Run one variant a process; compare lines of one machine and one day.
+optimizer, world size 1 or what the environment of `torchrun` says: gradients are random, so that
+what is measured is the step. Prints one JSON line. Run one variant a process; compare lines of one
+machine and one day.
+
+By default a step follows when the one before is written to the last byte and the page cache has
+been dropped. ``--back-to-back``: steps follow at once, on the gradients of the first, and the
+time of all is taken until the last byte is written. With a forward and backward time the device
+is busy with matrix products between steps, for so many milliseconds, or for FACTOR times what the
+disk needs for the bytes of a step. ``--limits`` measures what disk and PCIe can do right before and
+right after the steps that count.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import os
-import subprocess
-import time
-from collections.abc import Iterator
+import statistics
+import sys
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-def build(args: argparse.Namespace) -> tuple[Any, Any, float]:
-    """Return model, optimizer and the seconds that it took to construct."""
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import MegatronModule, TransformerConfig
-    from megatron.training.training import wrap_model_chunks_with_ddp
-
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1234)
-    transformer = TransformerConfig(
-        num_layers=1, hidden_size=args.side, num_attention_heads=1, bf16=True
-    )
-    is_muon = args.optimizer == "muon"
-
-    class Stack(MegatronModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__(config=transformer)
-            shapes = [(args.side, args.side)] * args.matrices + [(args.side,)] * is_muon
-            self.stack = torch.nn.ParameterList(
-                torch.nn.Parameter(torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02)
-                for shape in shapes
-            )
-
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-    models = wrap_model_chunks_with_ddp(
-        [Stack()], transformer, ddp, use_layer_wise_distributed_optimizer=is_muon
-    )
-    streaming: dict[str, Any] = {}
-    if args.variant == "streamed":
-        streaming = {
-            "stream_optimizer_state_to_disk": True,
-            "stream_optimizer_state_dir": args.directory,
-            "stream_optimizer_state_bucket_numel": args.bucket_numel,
-            "defer_main_param_initialization": True,
-        }
-    config = OptimizerConfig(
-        optimizer=args.optimizer,
-        bf16=True,
-        lr=1e-3,
-        use_distributed_optimizer=not is_muon,
-        use_layer_wise_distributed_optimizer=is_muon,
-        **streaming,
-    )
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    start = time.monotonic()
-    optimizer = get_megatron_optimizer(config, models)
-    torch.cuda.synchronize()
-    return models[0], optimizer, time.monotonic() - start
+from benchmarks import memory, workload
+from benchmarks.measurement import Run
+from benchmarks.raw_disk import CHUNK_BYTES, DiskProbe
 
 
-def inner_names(optimizer: Any) -> Iterator[str]:
-    """Yield the classes of torch's kind that do the arithmetic, however deeply chained."""
-    if hasattr(optimizer, "chained_optimizers"):
-        for each in optimizer.chained_optimizers:
-            yield from inner_names(each)
-    else:
-        inner = optimizer.optimizer
-        yield type(getattr(inner, "master", inner)).__name__
+def budget(text: str) -> float | str:
+    """Parse a number of gigabytes, or ``auto``."""
+    return text if text == "auto" else float(text)
 
 
-def kibibyte_rows(path: str) -> dict[str, int]:
-    """Return the rows `NAME: NUMBER kB` of a file in /proc, in bytes."""
-    rows = (line.split() for line in Path(path).read_text().splitlines())
-    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if row[2:] == ["kB"]}
-
-
-def memory_stat() -> Path | None:
-    """Return `memory.stat` of this process's cgroup, of version 1 or 2, if there is one."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers in ("memory", ""):
-            mount = Path("/sys/fs/cgroup", controllers)
-            for directory in (mount / group.lstrip("/"), mount):  # a container may see but the last
-                if (directory / "memory.stat").exists():
-                    return directory / "memory.stat"
-    return None
-
-
-def host_memory() -> tuple[int, int, str]:
-    """Return the bytes of anonymous memory and of page cache, and where these numbers are from."""
-    stat = memory_stat()
-    if stat is None:
-        anonymous = kibibyte_rows("/proc/self/status")["RssAnon"]
-        cached = kibibyte_rows("/proc/meminfo")["Cached"]
-        return anonymous, cached, "RssAnon of /proc/self/status, Cached of /proc/meminfo"
-    rows = dict(line.split() for line in stat.read_text().splitlines())
-    names = ("anon", "file") if "anon" in rows else ("total_rss", "total_cache")
-    return int(rows[names[0]]), int(rows[names[1]]), f"{' and '.join(names)} of {stat}"
-
-
-def main() -> None:
-    """Run one variant."""
+def parsed_arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("variant", choices=["stock", "streamed"])
     parser.add_argument("--optimizer", choices=["adam", "muon"], default="adam")
@@ -128,63 +53,62 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--keep-cache", action="store_true", help="leave the page cache warm")
+    for name in ("host", "device"):
+        parser.add_argument(f"--{name}-gb", type=budget, help=f"of the {name} tier, or auto")
+    parser.add_argument("--ahead-gb", type=float, help="pinned for reads ahead and writes behind")
+    parser.add_argument("--moment-dtype", choices=["fp32", "bf16", "fp16", "fp8e4m3", "fp8e5m2"])
+    parser.add_argument("--main-storage", choices=["fp32", "split"])
+    parser.add_argument("--io", choices=["auto", "direct", "buffered"])
+    parser.add_argument("--chunk-mb", type=int)
+    parser.add_argument("--engine", choices=["threads", "sync"])
+    parser.add_argument("--warmup", type=int, default=0, help="steps before those that count")
+    parser.add_argument("--back-to-back", action="store_true")
+    parser.add_argument("--forward-backward-ms", type=float)
+    parser.add_argument("--forward-backward-io", type=float, metavar="FACTOR")
+    parser.add_argument("--memory-cap-gb", type=float, help="in a memory cgroup; as root")
+    parser.add_argument("--save", action="store_true", help="save and load when all is measured")
+    parser.add_argument("--limits", default="", help="disk, copies or both, by commas")
+    parser.add_argument("--limit-gb", type=float, default=8.0, help="of files to measure with")
+    parser.add_argument("--limit-threads", type=int, default=8)
+    parser.add_argument("--limit-seconds", type=float, default=3.0)
+    parser.add_argument("--timeline", type=Path, help="of one more step, as JSON")
     args = parser.parse_args()
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29577")
-    torch.cuda.set_device(0)
-    torch.distributed.init_process_group("nccl", rank=0, world_size=1)
-    model, optimizer, init_s = build(args)
-    init_peak = torch.cuda.max_memory_allocated()
-    generator = torch.Generator("cuda").manual_seed(0)
-    steps, peaks, host = [], [], []
-    for _ in range(args.steps):
-        for buffer in model.buffers:
-            buffer.grad_data.normal_(generator=generator).mul_(1e-3)
-        if not args.keep_cache:
-            # Numbers out of the page cache say nothing about a disk.
-            subprocess.run(["sync"], check=True)
-            Path("/proc/sys/vm/drop_caches").write_text("1")
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        start = time.monotonic()
-        optimizer.step()
-        torch.cuda.synchronize()
-        steps.append(round(time.monotonic() - start, 3))
-        peaks.append(torch.cuda.max_memory_allocated())
-        host.append(host_memory())
-    digest = hashlib.sha256()
-    for param in model.parameters():
-        digest.update(param.detach().cpu().view(torch.int16).numpy().tobytes())
-    result = {
-        "variant": args.variant,
-        "optimizer": args.optimizer,
-        "params": sum(param.numel() for param in model.parameters()),
-        "inner": list(inner_names(optimizer)),
-        "init_s": round(init_s, 2),
-        "init_peak_gb": round(init_peak / 1e9, 2),
-        "step_s": steps,
-        "step_peak_gb": round(max(peaks) / 1e9, 2),
-        "between_steps_gb": round(torch.cuda.memory_allocated() / 1e9, 2),
-        "host_anonymous_gb": round(max(each[0] for each in host) / 1e9, 2),
-        "host_page_cache_gb": round(max(each[1] for each in host) / 1e9, 2),
-        "host_source": host[-1][2],
-        "weights_sha256": digest.hexdigest()[:16],
-    }
-    if args.variant == "streamed":
-        stores = list(optimizer._stores())
-        moved = [store.counters for store in stores]
-        result |= {
-            "disk_gb": round(sum(store.layout.nbytes for store in stores) / 1e9, 2),
-            "buckets": [len(store.layout.buckets) for store in stores],
-            "read_gb": round(sum(each.bytes_read for each in moved) / 1e9, 2),
-            "wrote_gb": round(sum(each.bytes_written for each in moved) / 1e9, 2),
-            "read_s": round(sum(each.read_seconds for each in moved), 2),
-            "write_s": round(sum(each.write_seconds for each in moved), 2),
-        }
-        for store in stores:
-            store.close()
-    print(json.dumps(result), flush=True)
-    torch.distributed.destroy_process_group()
+    args.is_overlapped = bool(args.forward_backward_ms or args.forward_backward_io)
+    args.back_to_back |= args.is_overlapped
+    if args.forward_backward_io and not (args.warmup and "disk" in args.limits):
+        parser.error("--forward-backward-io needs --warmup and --limits disk to know the time")
+    return args
+
+
+def main() -> None:
+    """Run one variant."""
+    args = parsed_arguments()
+    with ExitStack() as stack:
+        cap = args.memory_cap_gb
+        group = stack.enter_context(memory.memory_group(int(cap * 1e9)) if cap else nullcontext())
+        rank = workload.start_process_group()
+        probe = None
+        if "disk" in args.limits.split(",") and rank == 0:
+            directories = [Path(each) for each in args.directory.split(",")]
+            for each in directories:
+                each.mkdir(parents=True, exist_ok=True)
+            chunk = args.chunk_mb << 20 if args.chunk_mb else CHUNK_BYTES
+            probe = stack.enter_context(
+                DiskProbe(directories, int(args.limit_gb * 1e9), args.limit_threads, chunk)
+            )
+        run = Run(args, group)
+        run.construct()
+        run.measure(probe)
+        if args.save and run.stores:
+            run.save_and_load()
+            run.note_weights()
+        if args.timeline and run.stores:
+            run.timeline(args.timeline)
+        run.finish()
+        run.result["rank"] = rank
+        run.result["step_median_s"] = round(statistics.median(run.result["step_s"]), 4)
+        print(json.dumps(run.result), flush=True)
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
