@@ -28,7 +28,9 @@ class Scenario:
     names, all params without one of them are frozen. `config` changes fields of the config from
     which the inner optimizer is made, `whole` those for which Megatron has no flag. With
     `is_resumed` the streamed run is saved, and loaded in fresh processes; what `after_setup`
-    changes starts anew then. `shows` says what the row is in the table of combinations.
+    changes starts anew then. `streaming` are more flags of the store, of the resumed run
+    `resumed_with` if it is given; `DIR` in them is its directory. `shows` says what the row is in
+    the table of combinations.
     """
 
     name: str
@@ -42,6 +44,8 @@ class Scenario:
     config: Mapping[str, Any] = field(default_factory=dict)
     whole: Mapping[str, Any] = field(default_factory=dict)
     is_resumed: bool = True
+    streaming: Sequence[str] = ()
+    resumed_with: Sequence[str] | None = None
     shows: str = ""
 
     def is_trained(self, name: str) -> bool:
@@ -196,7 +200,11 @@ def train(scenario: Scenario, directory: str | None = None, **kwargs: Any) -> Ru
     prepare(scenario)
     arguments = [*scenario.arguments]
     if directory is not None:
+        more = scenario.streaming
+        if kwargs.get("load") and scenario.resumed_with is not None:
+            more = scenario.resumed_with
         arguments += streaming.flags(directory, scenario.bucket_numel)
+        arguments += [each.replace("DIR", directory) for each in more]
         kwargs["optimizer_tensors"] = streaming.streamed_tensors
     kwargs.setdefault("after_setup", scenario.after_setup)
     return gpt.train(arguments, kwargs.pop("until", UNTIL), **kwargs)
@@ -675,12 +683,93 @@ MODELS = [
     ),
 ]
 
+HOST_GB = "--stream-optimizer-state-host-gb"
+DEVICE_GB = "--stream-optimizer-state-device-gb"
+THREE_TIERS = (
+    *(HOST_GB, "0.0003", DEVICE_GB, "0.0001"),
+    *("--stream-optimizer-state-dir", "DIR/one,DIR/two"),
+)
+"""Of 0.0008 GB of state of one rank; the rest is striped over two directories."""
+SPLIT = ("--stream-optimizer-state-main-storage", "split")
+
+ENGINE = [
+    Scenario(
+        "host-tier",
+        2,
+        gpt.BF16,
+        # Nobody could make this directory.
+        streaming=[HOST_GB, "1", "--stream-optimizer-state-dir", "/proc/nothing"],
+        shows="all state in the host tier, no directory",
+    ),
+    Scenario(
+        "device-tier", 2, gpt.BF16, streaming=[DEVICE_GB, "1"], shows="all state in the device tier"
+    ),
+    Scenario(
+        "three-tiers",
+        1,
+        gpt.BF16,
+        streaming=THREE_TIERS,
+        shows="device, host and disk tier, two directories",
+    ),
+    Scenario(
+        "other-tiers",
+        2,
+        gpt.BF16,
+        streaming=THREE_TIERS,
+        resumed_with=["--stream-optimizer-state-ahead-gb", "1"],
+        shows="the same, resumed from disk with a host slot for each bucket",
+    ),
+    Scenario(
+        "auto-tiers",
+        2,
+        gpt.BF16,
+        streaming=[HOST_GB, "auto", DEVICE_GB, "auto"],
+        shows="tiers of what is free",
+    ),
+    Scenario(
+        "sync-engine",
+        2,
+        gpt.BF16,
+        streaming=[
+            *("--stream-optimizer-state-engine", "sync", "--stream-optimizer-state-io", "buffered"),
+            *("--stream-optimizer-state-chunk-mb", "1"),
+        ],
+        resumed_with=["--stream-optimizer-state-engine", "threads"],
+        shows="the synchronous engine and buffered I/O, resumed with threads",
+    ),
+    Scenario(
+        "split",
+        2,
+        gpt.BF16,
+        streaming=[*SPLIT, *THREE_TIERS],
+        resumed_with=SPLIT,
+        shows="main params without what the BF16 params have (split)",
+    ),
+    Scenario(
+        "split-tp2-experts",
+        2,
+        [*gpt.BF16, *gpt.MOE, *TP2, "--sequence-parallel"],
+        native_fp32=("layernorm",),
+        streaming=[*SPLIT, HOST_GB, "0.0002"],
+        shows="the same with TP 2 and experts, some params in FP32",
+    ),
+    Scenario(
+        "muon-tiers",
+        4,
+        [*LAYER_WISE, *TP2, "--muon-tp-mode", "distributed"],
+        streaming=[*SPLIT, *THREE_TIERS],
+        shows="Muon with TP 2 and DP 2, split, in all tiers",
+    ),
+]
+"""How the state is stored and moved makes no difference."""
+
 GROUPS = {
     "Optimizers": OPTIMIZERS,
     "Whole params": WHOLE_PARAMS,
     "Parallelism": PARALLELISM,
     "Models": MODELS,
     "Shards and buckets": BUCKETS,
+    "Storage and engine": ENGINE,
 }
 SCENARIOS = [scenario for group in GROUPS.values() for scenario in group]
 

@@ -61,12 +61,22 @@ def layer_of(which: str) -> Any:
     layer = FailingLayer()
     create = StateFile.create.__func__  # type: ignore[attr-defined]
 
-    def failing_create(cls: Any, path: Path, nbytes: int, real: Any = OS_LAYER) -> Any:
+    def failing_create(
+        cls: Any, /, path: Path, nbytes: int, real: Any = OS_LAYER, **options: Any
+    ) -> Any:
         is_ours = path.name == "state.bin" and which in path.parent.name
-        return create(cls, path, nbytes, layer if is_ours else real)
+        return create(cls, path, nbytes, layer if is_ours else real, **options)
 
     StateFile.create = classmethod(failing_create)  # type: ignore[method-assign, assignment]
     return layer
+
+
+def let_reads_end(store: Any) -> None:
+    """Wait for reads ahead, so that a planted fault meets what it is meant for."""
+    if store.state.value == "ready":
+        for slot in store._open_pipeline()._host_slots:
+            if slot.read is not None:
+                slot.read.wait()
 
 
 def raised(call: Callable[[], Any]) -> str:
@@ -101,6 +111,7 @@ def fail_everywhere(which: str, arguments: Sequence[str], directory: str, base: 
         def step() -> None:
             fill_grads(model)
             optimizer.step()
+            optimizer.drain_stores()
 
         def save(where: str = "good") -> None:
             optimizer.save_stores(Path(base, where))
@@ -111,6 +122,8 @@ def fail_everywhere(which: str, arguments: Sequence[str], directory: str, base: 
         def attempt(
             name: str, call: Callable[[], Any], arrange: Callable[[], Any] = lambda: None
         ) -> None:
+            for store in optimizer._stores():
+                let_reads_end(store)
             if is_failing:
                 arrange()
             start = time.monotonic()
@@ -278,16 +291,16 @@ def test_a_failure_that_changed_nothing_leaves_the_store_ready(
 
 
 def no_pinned_memory(*args: Any) -> None:
-    """Stands for a slot that the driver refuses to pin."""
+    """Stands for slots that the driver refuses to pin."""
     raise MemoryError("planted")
 
 
 def start_without_pinned_memory(arguments: Sequence[str]) -> str:
-    """Set up a run whose rank 1 cannot pin its host slot; return the error."""
+    """Set up a run whose rank 1 cannot pin its host slots; return the error."""
     from megatron.core.optimizer.nvme_state_store import store
 
     if int(os.environ["RANK"]) == FAILING_RANK:
-        vars(store)["HostSlot"] = no_pinned_memory
+        vars(store)["PinnedBytes"] = no_pinned_memory
     return start(arguments)
 
 

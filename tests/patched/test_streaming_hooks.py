@@ -169,7 +169,8 @@ def test_a_checkpoint_holds_the_streamed_state(ranks: RankPool, tmp_path: Path) 
         (["--dist-ckpt-optim-fully-reshardable"], "in a format of its own"),
         (["--optimizer", "sgd"], "under the distributed optimizer: Megatron itself refuses that"),
         (["--stream-optimizer-state-bucket-numel", "0"], "expected a positive number of elements"),
-        (["--stream-optimizer-state-dir", "a,b"], "several directories are not supported yet"),
+        (["--stream-optimizer-state-dir", "a,a"], "expected different directories"),
+        (["--stream-optimizer-state-host-gb", "-1"], "expected a number of GB, or auto"),
     ],
 )
 def test_arguments_refuse_what_would_read_evicted_state(
@@ -240,11 +241,13 @@ def test_a_mimo_model_refuses_streaming(ranks: RankPool) -> None:
 
 
 LOG_LINES = (
-    r"NVMe optimizer state store: \d+ buckets, \d+\.\d+ GB disk, 0 GB host, 0 GB device at \S+ "
-    r"\(main fp32, moments fp32, io buffered\)",
+    r"NVMe optimizer state store: \d+ buckets, \d+\.\d+ GB disk, 0\.000 GB host, 0\.000 GB device "
+    r"at \S+ \(main fp32, moments fp32, io (direct|buffered)\)",
+    r"NVMe optimizer state slots: \d+ of \d+\.\d+ GB on the device, \d+ in pinned host memory "
+    r"\(engine threads\)",
     r"NVMe optimizer main-param initialization: \d+\.\d+ GB in \d+\.\d+s",
     r"NVMe streaming step: \d+ buckets, read \d+\.\d+ GB, wrote \d+\.\d+ GB in \d+\.\d+s "
-    r"\(read-wait \S+s upload \S+s update \S+s download \S+s write-wait \S+s\)",
+    r"\(read-wait \S+s upload \S+s update \S+s publish \S+s download \S+s write-wait \S+s\)",
     r"NVMe optimizer state saved: \S+/nvme_optimizer_state/rank0000\d/optimizer0 ",
     r"NVMe optimizer state loaded: \S+/nvme_optimizer_state/rank0000\d/optimizer0 .*step 1",
 )
@@ -257,7 +260,26 @@ def test_the_log_names_the_dtype_of_what_is_kept(
     """Where there are no moments it says so."""
     ranks.run(train, scenario=by_name(name), directory=str(tmp_path), until=0)
 
-    assert f"(main fp32, moments {dtype}, io buffered)" in ranks.outputs[0]
+    assert f"(main fp32, moments {dtype}, io " in ranks.outputs[0]
+
+
+def test_copies_of_gradients_are_planned_for(ranks: RankPool, tmp_path: Path) -> None:
+    """Only where gradients are not FP32 anyway."""
+    says = r"a step makes FP32 copies of 16-bit gradients, \d+\.\d+ GB on the device"
+    for name, is_copied in (("bf16-grads", True), ("adam-replicated", False)):
+        ranks.run(train, 2, scenario=by_name(name), directory=str(tmp_path / name), until=0)
+        assert bool(re.search(says, ranks.outputs[0])) == is_copied
+
+
+def test_buffered_io_tells_how_much_is_cached(ranks: RankPool, tmp_path: Path) -> None:
+    """And direct I/O that it leaves nothing there."""
+    for io in ("buffered", "auto"):
+        arguments = [*gpt.BF16, *streaming.flags(tmp_path / io), "--stream-optimizer-state-io", io]
+        ranks.run(
+            gpt.train, arguments=arguments, until=1, optimizer_tensors=streaming.streamed_tensors
+        )
+        has_cached = re.search(r"write-wait \S+s\) page cache \d+\.\d+ GB", ranks.outputs[0])
+        assert bool(has_cached) == ("io buffered" in ranks.outputs[0])
 
 
 def test_every_rank_logs_what_runs(ranks: RankPool, tmp_path: Path) -> None:

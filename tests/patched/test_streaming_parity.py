@@ -186,22 +186,61 @@ def test_scenarios_are_what_they_are_named_for(ranks: RankPool, tmp_path: Path) 
         assert one["buckets"] == 1 and one["cut"] == 0
 
 
+def look_at_tiers(scenario: Scenario, directory: str) -> tuple[int, int, list[int], int, str]:
+    """Return the bytes of each tier, of each directory, the buckets, and the engine's class."""
+    found: list[Any] = []
+
+    def look(model: Sequence[Any], optimizer: Any) -> None:
+        for store in optimizer._stores():
+            place = store.placement
+            engines = {type(each.engine).__name__ for each in store._homes.open_volumes()}
+            sizes = (place.device_nbytes, place.host_nbytes, list(place.volume_nbytes))
+            found.append((*sizes, len(place.places), " ".join(engines)))
+
+    train(scenario, directory, until=0, after_setup=look)
+    return tuple(found[0])
+
+
+def test_the_rows_of_storage_and_engine_are_what_they_say(ranks: RankPool, tmp_path: Path) -> None:
+    """Each tier holds buckets where the row says so, and no others; the engine is the one named."""
+    found = {
+        name: ranks.run(
+            look_at_tiers,
+            by_name(name).world_size,
+            scenario=by_name(name),
+            directory=str(tmp_path / name),
+        )[0]
+        for name in ("host-tier", "device-tier", "three-tiers", "auto-tiers", "sync-engine")
+    }
+
+    device, host, disk, buckets, engine = found["host-tier"]
+    assert (device, disk, engine) == (0, [0], "") and host > 0
+    device, host, disk, buckets, engine = found["device-tier"]
+    assert (host, disk, engine) == (0, [0], "") and device > 0
+    device, host, disk, buckets, engine = found["three-tiers"]
+    assert 0 < device <= 100_000 and 0 < host <= 300_000 and min(disk) > 0
+    assert engine == "ThreadEngine" and buckets > 10
+    device, host, disk, buckets, engine = found["auto-tiers"]
+    assert device + host > 0 and sum(disk) == 0
+    device, host, disk, buckets, engine = found["sync-engine"]
+    assert (device, host, engine) == (0, 0, "SyncEngine")
+
+
 def skip_one_moment_read(model: Sequence[Any], optimizer: Any) -> None:
-    """In the fifth step, leave one bucket's first moments as the slot holds them."""
+    """In one step, leave out one bucket's first moments."""
     store = optimizer._nvme_state_store
     bucket = store.layout.buckets[1]
-    engine = store._engine
-    real = engine.read
+    first_moments = slice(*bucket.starts[1:3])
+    staging = store._open_staging()
+    upload = staging.upload
 
-    def read(file: Any, offset: int, buffer: memoryview) -> Any:
-        where = slice(*bucket.starts[1:3])
-        before = bytes(buffer[where])
-        ticket = real(file, offset, buffer)
-        if store.steps == 4 and offset == bucket.offset:
-            buffer[where] = before
-        return ticket
+    def upload_all_but_one(this: Any, host: Any) -> Any:
+        uploaded = upload(this, host)
+        if store.steps == 4 and this.index == bucket.index:
+            uploaded.resident.stored[first_moments] = 0
+        return uploaded
 
-    engine.read = read
+    staging.upload = upload_all_but_one
 
 
 def test_planted_fault_fails_the_comparison(
@@ -228,7 +267,9 @@ def watch_file(model: Sequence[Any], optimizer: Any) -> None:
     step = optimizer.step
 
     def look() -> tuple[str, int, int]:
-        path = store._file.path
+        store.drain()
+        (volume,) = store._homes.open_volumes()
+        path = volume.file.path
         return hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns, store.steps
 
     def watched_step() -> Any:

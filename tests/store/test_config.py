@@ -11,16 +11,18 @@ import pytest
 from megatron.core.optimizer.nvme_state_store import arguments, config
 
 SOUND: dict[str, Any] = {
+    **arguments._DEFAULTS,
     "stream_optimizer_state_to_disk": True,
     "defer_main_param_initialization": True,
-    "stream_optimizer_state_dir": None,
-    "stream_optimizer_state_bucket_numel": 1000,
     "use_distributed_optimizer": True,
     "optimizer": "adam",
     "bf16": True,
     "fp16": False,
     **{name: False for name, _, _ in config._REFUSED},
 }
+
+
+FIELD = "stream_optimizer_state"
 
 
 def _config(**changes: Any) -> SimpleNamespace:
@@ -69,9 +71,37 @@ REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"stream_optimizer_state_to_disk": False}, "needs stream_optimizer_state_to_disk"),
     ({"optimizer": "sgd"}, "--optimizer sgd under the distributed optimizer"),
     ({"bf16": False}, "needs 16-bit params"),
-    ({"stream_optimizer_state_dir": "a,b"}, "give one"),
-    ({"stream_optimizer_state_bucket_numel": 0}, "expected a positive number"),
-    ({"stream_optimizer_state_bucket_numel": 1.5}, "expected a positive number"),
+    ({"bf16": False, "fp16": True, f"{FIELD}_main_storage": "split"}, "split needs --bf16"),
+    ({f"{FIELD}_dir": "a,b,a"}, "-dir a,b,a: expected different directories"),
+    ({f"{FIELD}_dir": "/a,/b/../a"}, "expected different directories"),
+    ({f"{FIELD}_dir": "a,"}, "separated by single commas"),
+    ({f"{FIELD}_dir": ",a"}, "separated by single commas"),
+    ({f"{FIELD}_dir": "a,,b"}, "separated by single commas"),
+    ({f"{FIELD}_dir": ","}, "separated by single commas"),
+    *(
+        ({f"{FIELD}_bucket_numel": value}, f"-bucket-numel {value}: expected a positive number")
+        for value in (0, -1, 1.5, True, None, "1")
+    ),
+    *(
+        ({f"{FIELD}_chunk_mb": value}, f"-chunk-mb {value}: expected a positive number of MiB")
+        for value in (0, -8, 0.5, True, None)
+    ),
+    *(
+        ({f"{FIELD}_{budget}_gb": value}, f"-{budget}-gb {value}: expected a number of GB, or auto")
+        for budget in ("host", "device")
+        for value in (-1, float("nan"), float("inf"), True, None, "1", "all")
+    ),
+    *(
+        ({f"{FIELD}_ahead_gb": value}, f"-ahead-gb {value}: expected a number of GB")
+        for value in (-0.5, float("nan"), "auto")
+    ),
+    (
+        {f"{FIELD}_moment_dtype": "fp8"},
+        "-moment-dtype fp8: expected one of fp32, bf16, fp16, fp8e4",
+    ),
+    ({f"{FIELD}_main_storage": "bf16"}, "-main-storage bf16: expected one of fp32, split"),
+    ({f"{FIELD}_io": "uring"}, "-io uring: expected one of auto, direct, buffered"),
+    ({f"{FIELD}_engine": "async"}, "-engine async: expected one of threads, sync"),
     ({"use_precision_aware_optimizer": True}, "leave out --use-precision-aware-optimizer"),
     ({"optimizer_cpu_offload": True}, "leave out --optimizer-cpu-offload"),
     ({"optimizer_cuda_graph": True}, "leave out --optimizer-cuda-graph"),
@@ -87,8 +117,8 @@ def test_a_configuration_that_cannot_stream_is_refused(
 
 
 ARGUMENTS: dict[str, Any] = {
+    **arguments._DEFAULTS,
     "stream_optimizer_state_to_disk": True,
-    "stream_optimizer_state_dir": None,
     "ckpt_format": "torch_dist",
     "non_persistent_ckpt_type": None,
     "fp8_param_gather": False,
@@ -115,8 +145,26 @@ REFUSED_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"ckpt_format": "fsdp_dtensor"}, "use --ckpt-format torch_dist"),
     ({"non_persistent_ckpt_type": "local"}, "use global"),
     (
-        {"stream_optimizer_state_to_disk": False, "stream_optimizer_state_dir": "/x"},
-        "--stream-optimizer-state-dir has no effect without",
+        {"fp8_param_gather": True, "fp8_recipe": "blockwise", f"{FIELD}_main_storage": "split"},
+        "split cannot be used with --fp8-param-gather",
+    ),
+    *(
+        (
+            {f"{FIELD}_to_disk": False, f"{FIELD}_{name}": value},
+            f"--stream-optimizer-state-{name.replace('_', '-')} has no effect without",
+        )
+        for name, value in {
+            "dir": "/x",
+            "moment_dtype": "bf16",
+            "main_storage": "split",
+            "host_gb": "auto",
+            "device_gb": 1.0,
+            "ahead_gb": 1.0,
+            "bucket_numel": 1000,
+            "io": "direct",
+            "chunk_mb": 16,
+            "engine": "sync",
+        }.items()
     ),
 ]
 
@@ -139,13 +187,73 @@ def test_the_flag_alone_switches_deferral(on: bool) -> None:
 
 
 def test_every_flag_is_a_field_and_none_is_ignored() -> None:
+    """Each without a value of its own is refused without streaming, and read with it."""
     parsed = arguments.add_arguments(argparse.ArgumentParser()).parse_args([])
+    read: set[str] = set()
 
-    assert set(vars(parsed)) == {
-        "stream_optimizer_state_to_disk",
-        "stream_optimizer_state_dir",
-        "stream_optimizer_state_bucket_numel",
-    }
+    class Watched(SimpleNamespace):
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            return super().__getattribute__(name)
+
+    config.validate_optimizer_config(Watched(**SOUND))
+
+    fields = {name for name in read if name.startswith(FIELD)}
+    assert set(vars(parsed)) == fields
+    tried = {name for changes, _ in REFUSED_ARGUMENTS for name in changes if FIELD in name}
+    assert tried == fields, "each is refused above where it has no effect"
+    assert fields - set(arguments._DEFAULTS) == {"stream_optimizer_state_to_disk"}
+
+
+def test_the_defaults_of_the_flags_are_those_of_the_store() -> None:
+    """Whoever makes a `StoreConfig` gets what the command line gives."""
+    (directory,) = (defaults := config.store_config(_config())).directories
+    assert directory == config.default_directory()
+    assert defaults == config.StoreConfig((directory,))
+
+
+def test_what_was_asked_for_is_what_the_store_gets() -> None:
+    """In bytes and elements: nothing is rounded away silently."""
+    flags = (
+        "--stream-optimizer-state-to-disk --stream-optimizer-state-dir /a,b "
+        "--stream-optimizer-state-moment-dtype fp8e4m3 --stream-optimizer-state-main-storage split "
+        "--stream-optimizer-state-host-gb 1.5 --stream-optimizer-state-device-gb auto "
+        "--stream-optimizer-state-ahead-gb 2 --stream-optimizer-state-bucket-numel 4000 "
+        "--stream-optimizer-state-io direct --stream-optimizer-state-chunk-mb 3 "
+        "--stream-optimizer-state-engine sync"
+    )
+    parsed = arguments.add_arguments(argparse.ArgumentParser()).parse_args(flags.split())
+
+    assert config.store_config(_config(**vars(parsed))) == config.StoreConfig(
+        directories=(Path("/a"), Path("b")),
+        bucket_numel=1000,
+        moment_dtype="fp8e4m3",
+        main_storage="split",
+        host_bytes=1_500_000_000,
+        device_bytes=None,
+        ahead_bytes=2_000_000_000,
+        io="direct",
+        chunk_bytes=3 << 20,
+        engine="sync",
+    )
+
+
+@pytest.mark.parametrize("budget", ["", "much", "1GB", "Auto"])
+def test_a_budget_that_is_no_number_is_refused_by_the_parser(
+    budget: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At once, with the name of the flag."""
+    parser = arguments.add_arguments(argparse.ArgumentParser())
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--stream-optimizer-state-host-gb", budget])
+    assert "--stream-optimizer-state-host-gb: invalid" in capsys.readouterr().err
+
+
+def test_buckets_share_what_is_on_the_device() -> None:
+    """The cap is that of all slots; a bucket has at least an element."""
+    for numel, expected in ((1, 1), (3, 1), (8, 2), (4001, 1000)):
+        chosen = config.store_config(_config(stream_optimizer_state_bucket_numel=numel))
+        assert chosen.bucket_numel == expected
 
 
 def test_the_default_directory_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,4 +261,6 @@ def test_the_default_directory_is_the_users_own(monkeypatch: pytest.MonkeyPatch)
     assert str(config.default_directory()).startswith("/local/megatron_optimizer_state_")
     monkeypatch.delenv("SCRATCH")
     assert str(config.default_directory()).startswith("/scratch/megatron_optimizer_state_")
-    assert config.store_config(_config(stream_optimizer_state_dir="/x")).directory == Path("/x")
+    for chosen in (None, ""):
+        found = config.store_config(_config(stream_optimizer_state_dir=chosen))
+        assert found.directories == (config.default_directory(),)

@@ -6,9 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from megatron.core.optimizer.nvme_state_store.fingerprint import PIECE_NUMEL, fingerprint
+from megatron.core.optimizer.nvme_state_store.fingerprint import (
+    COPY_BYTES,
+    PIECE_BYTES,
+    fingerprint,
+)
 
-SIZES = [1, 5, 2047, 2048, 2049, 10_000]
+SIZES = [1, 3, 5, 2047, 2048, 2049, 8191, 8192, 8193, 10_000]
+"""Elements of 2 bytes: with and without a rest of 8 bytes, and of a row of 2048 of those."""
 
 
 def make(numel: int, seed: int = 1, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -28,11 +33,25 @@ def test_equal_shards_have_equal_fingerprints(numel: int, dtype: torch.dtype) ->
     assert is_same((shard, torch.cat([shard[:3], shard])[min(3, numel) :]))
 
 
+@pytest.mark.parametrize("shift", range(1, 9))
+@pytest.mark.parametrize("nbytes", [3, 40_001, 2 * COPY_BYTES + 20_003])
+def test_a_shard_of_bytes_may_begin_anywhere(nbytes: int, shift: int) -> None:
+    """Those of quantised params do; eight bytes are read at once, of a copy where need be."""
+    shard = make(10_007).view(torch.uint8).repeat(nbytes // 20_014 + 1)[:nbytes]
+    moved = torch.cat([shard[:shift], shard])[min(shift, nbytes) :]
+    assert moved.data_ptr() % 8 == min(shift, nbytes) % 8
+    assert is_same((shard, moved))
+    for index in (0, nbytes // 2, nbytes - 1):
+        moved[index] ^= 1
+        assert not is_same((shard, moved))
+        moved[index] ^= 1
+
+
 @pytest.mark.parametrize("numel", SIZES)
 def test_every_bit_of_every_element_matters(numel: int) -> None:
     """One flipped bit anywhere is noticed."""
     shard = make(numel)
-    for index in {0, numel // 2, numel - 1, min(2047, numel - 1), min(2048, numel - 1)}:
+    for index in {0, numel // 2, max(numel - 4, 0), numel - 1, min(8191, numel - 1)}:
         for bit in range(16):
             changed = shard.clone()
             changed.view(torch.int16)[index] ^= 1 << bit if bit < 15 else -(1 << 15)
@@ -56,17 +75,50 @@ def swap(left: int, right: int) -> Callable[[torch.Tensor], torch.Tensor]:
         swap(0, 4096 + 7),
         swap(5, 9000),
         swap(9000, 9001),
+        swap(9000, 9004),
+        swap(0, 4),
+        swap(0, 8192),
+        swap(7, 8192 + 7),
+        swap(8191, 16_384 + 8191),
+        swap(20_000, 29_999),
         lambda shard: shard.roll(1),
+        lambda shard: shard.roll(4),
         lambda shard: shard.roll(2048),
+        lambda shard: shard.roll(8192),
         lambda shard: shard.flip(0),
         lambda shard: -shard,
         torch.zeros_like,
     ],
 )
 def test_moved_elements_are_noticed(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Within a row, over rows, and in the incomplete row at the end."""
-    shard = make(10_000)
+    """Within 8 bytes, within a row, over rows, and in the incomplete row at the end."""
+    shard = make(30_000)
     assert not is_same((shard, change(shard)))
+
+
+@pytest.mark.parametrize("numel", [2, 3, 8193, 8194, 8195])
+def test_moved_elements_of_the_last_bytes_are_noticed(numel: int) -> None:
+    """Of less than eight, which are summed by themselves."""
+    shard = make(numel)
+    for other in range(max(numel - 9, 0), numel - 1):
+        assert not is_same((shard, swap(other, numel - 1)(shard)))
+
+
+def test_what_is_copied_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard that begins anywhere may be as large as a bucket."""
+    sizes: list[int] = []
+    real = torch.Tensor.clone
+
+    def clone(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.nbytes)
+        return real(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "clone", clone)
+    shard = torch.zeros(3 * COPY_BYTES + 2, dtype=torch.uint8)
+    fingerprint([shard[:-1]])
+    assert max(sizes, default=0) < 100_000, "one that is aligned is summed where it is"
+    fingerprint([shard[1:]])
+    assert max(sizes) == COPY_BYTES
 
 
 def test_order_of_the_shards_matters() -> None:
@@ -104,8 +156,9 @@ def test_pairs_of_opposite_changes_do_not_cancel() -> None:
 
 def test_pieces_that_changed_places_are_noticed() -> None:
     """A shard is summed in pieces; exchanging two whole pieces must show."""
-    shard = torch.randn(2 * PIECE_NUMEL + 5).to(torch.bfloat16)
-    first, second, rest = torch.split(shard, PIECE_NUMEL)
+    numel = PIECE_BYTES // 2
+    shard = make(1005).repeat(2 * numel // 1005 + 1)[: 2 * numel + 5]
+    first, second, rest = torch.split(shard, numel)
 
     exchanged = torch.cat([second, first, rest])
 

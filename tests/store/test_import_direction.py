@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,16 +14,26 @@ from megatron.core.optimizer.nvme_state_store import errors
 PACKAGE = Path(errors.__file__).parent
 
 RANKS = [
-    {"errors", "config", "layout"},
+    {"errors", "formats"},
+    {"system_calls", "memory", "page_cache", "filesystems"},
+    {"config", "layout"},
+    {"budgets", "placement"},
+    {"descriptors", "pinned"},
     {"state_file", "rank_directory"},
-    {"io_engine", "staging"},
-    {"fingerprint", "agreement"},
+    {"io_request", "direct_io"},
+    {"io_engine"},
+    {"homes", "staging"},
+    {"encoding", "fingerprint", "agreement"},
     {"optimizer_state"},
     {"bucket_optimizer"},
+    {"report"},
     {"pipeline"},
     {"checkpoint"},
     {"model_shards", "resident"},
+    {"casting"},
     {"store"},
+    {"probe"},
+    {"__main__"},
 ]
 """As the package's docstring has them: each imports from the ranks before its own."""
 LEAVES = {"deferral"}
@@ -32,7 +43,12 @@ ADAPTERS = {
     *("chained_optimizer", "quantised_params", "checkpoint_hooks", "arguments"),
 }
 """May import everything, Megatron too."""
-WITHOUT_TORCH = {"errors", "config", "layout", "state_file", "rank_directory", "io_engine"}
+WITHOUT_TORCH = {
+    *("errors", "formats", "config", "layout", "budgets", "placement", "report"),
+    *("system_calls", "memory", "page_cache", "filesystems", "descriptors", "state_file"),
+    *("rank_directory", "io_request", "io_engine", "direct_io", "checkpoint"),
+    *("probe", "__main__", "arguments"),
+}
 """Standard library only: argument parsing and tools do not pay for torch."""
 
 
@@ -59,9 +75,26 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__i
 
 
 def test_every_module_has_a_rank() -> None:
-    """A new module must say where it belongs."""
-    ranked = set().union(*RANKS) | LEAVES | ADAPTERS
-    assert ranked == set(MODULES)
+    """A new module must say where it belongs, and has one place."""
+    ranked = [name for names in (*RANKS, LEAVES, ADAPTERS) for name in names]
+    assert sorted(ranked) == MODULES
+
+
+def test_the_docstring_of_the_package_lists_the_modules_in_this_order() -> None:
+    """Each once, a rank's beside each other; those without a rank are named below."""
+    documentation = ast.get_docstring(ast.parse((PACKAGE / "__init__.py").read_text()))
+    assert documentation is not None
+    rows = re.findall(r"^    (\w.*?)(?:  |$)", documentation, re.MULTILINE)
+    listed = [name for row in rows for name in re.split(r", ?", row) if name]
+
+    expected = [names.copy() for names in RANKS]
+    for name in listed:
+        expected[0].remove(name)
+        if not expected[0]:
+            del expected[0]
+    assert not expected
+    below = set(re.findall(r"\w+", documentation[documentation.index("Beside them") :]))
+    assert below & set(MODULES) == LEAVES | ADAPTERS
 
 
 @pytest.mark.parametrize("name", sorted(set().union(*RANKS)))

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
+from megatron.core.optimizer.nvme_state_store.formats import BF16, FORMATS, FP32, SPLIT, Format
 from megatron.core.optimizer.nvme_state_store.layout import (
     ALIGN_BYTES,
     ALIGN_NUMEL,
-    FLOAT32_BYTES,
     Bucket,
     Layout,
     make_layout,
@@ -61,20 +61,21 @@ def assert_parts_are_apart(bucket: Bucket) -> None:
         assert numel == end
 
 
-def assert_extents_fill_the_file(layout: Layout) -> None:
-    """Extents and segments are whole pages, and follow each other to the end of the file."""
+def assert_extents_fill_the_snapshot(layout: Layout) -> None:
+    """Extents and segments are whole pages, and follow each other to the end of the snapshot."""
     end = 0
     for index, bucket in enumerate(layout.buckets):
         assert bucket.index == index
         assert bucket.offset == end
         assert bucket.starts[0] == 0
         assert bucket.starts[-1] == bucket.nbytes
-        for numel, (start, stop) in zip(bucket.numels, pairwise(bucket.starts), strict=True):
+        for numel, each, (start, stop) in zip(
+            bucket.numels, layout.formats, pairwise(bucket.starts), strict=True
+        ):
             assert start % ALIGN_BYTES == stop % ALIGN_BYTES == 0
-            assert 0 <= stop - start - numel * FLOAT32_BYTES < ALIGN_BYTES
+            assert 0 <= stop - start - each.nbytes(numel) < ALIGN_BYTES
         end += bucket.nbytes
     assert layout.nbytes == end
-    assert layout.file_nbytes == max(end, ALIGN_BYTES)
 
 
 def test_every_element_lies_in_exactly_one_slice(case: tuple[Sequence[int], int, Layout]) -> None:
@@ -111,10 +112,10 @@ def test_no_bucket_is_above_the_cap(case: tuple[Sequence[int], int, Layout]) -> 
     assert layout.slot_nbytes == max((bucket.nbytes for bucket in layout.buckets), default=0)
 
 
-def test_extents_fill_the_file_without_gap(case: tuple[Sequence[int], int, Layout]) -> None:
+def test_extents_fill_the_snapshot_without_gap(case: tuple[Sequence[int], int, Layout]) -> None:
     """So a bucket is one transfer, and no byte belongs to two."""
     _, _, layout = case
-    assert_extents_fill_the_file(layout)
+    assert_extents_fill_the_snapshot(layout)
 
 
 def test_an_entry_that_fits_one_bucket_is_cut_only_at_its_border() -> None:
@@ -137,6 +138,7 @@ def test_a_bucket_has_the_main_params_and_each_state_tensor(keys: tuple[str, ...
     bare = make_layout([100, 5000], 1024, ())
 
     assert layout.segments == ("main", *keys)
+    assert layout.formats == (FP32,) * len(layout.segments)
     assert layout.nbytes == (1 + len(keys)) * bare.nbytes
     assert layout.slot_nbytes == (1 + len(keys)) * bare.slot_nbytes
     assert layout.slot_numels == bare.slot_numels * len(layout.segments)
@@ -162,6 +164,59 @@ def test_negative_sizes_are_refused(numels: list[int], cap: int) -> None:
     """A wrong argument does not become a wrong layout."""
     with pytest.raises(ValueError, match="must not be negative"):
         make_layout(numels, cap, ())
+
+
+# ------------------------------------------------------------------------------------------ formats
+
+
+@pytest.mark.parametrize("moment", FORMATS.values(), ids=list(FORMATS))
+@pytest.mark.parametrize("main", [FP32, SPLIT], ids=["fp32", "split"])
+@pytest.mark.parametrize("cap", [64, 1024, 10_000])
+def test_a_segment_has_the_bytes_of_its_format(cap: int, main: Format, moment: Format) -> None:
+    """Where elements lie does not depend on it: only where segments begin does."""
+    numels = [100, 5000, 0, 63, 64]
+    layout = make_layout(numels, cap, ("a", "b"), (main, moment, FP32))
+    exact = make_layout(numels, cap, ("a", "b"))
+
+    assert layout.formats == (main, moment, FP32)
+    assert_extents_fill_the_snapshot(layout)
+    assert layout.slot_numels == exact.slot_numels
+    for bucket, same in zip(layout.buckets, exact.buckets, strict=True):
+        assert (bucket.slices, bucket.numels) == (same.slices, same.numels)
+
+
+def test_smaller_formats_make_smaller_extents() -> None:
+    """What all this is for: the bytes that a step moves."""
+    numel = 64 * ALIGN_BYTES
+    fp8 = FORMATS["fp8e4m3"], FORMATS["fp8e4m3-sqrt"]
+    sizes = [
+        make_layout([numel], numel, STATES[2], formats).nbytes
+        for formats in (None, (FP32, BF16, BF16), (SPLIT, BF16, BF16), (SPLIT, *fp8))
+    ]
+
+    assert sizes[:2] == [12 * numel, 8 * numel]
+    assert sizes[2] == (6 + 1 / 8) * numel
+    assert sizes[3] == (4 + 1 / 8 + 2 * 2 / 64) * numel
+
+
+def test_a_slot_is_as_large_as_the_largest_extent_of_its_formats() -> None:
+    """The largest bucket in bytes need not be the one with the most main params."""
+    layout = make_whole_layout(
+        [(6400, 64), (640, 64_000)], [0, 1], 10**6, ("L",), (SPLIT, FORMATS["fp8e5m2"])
+    )
+
+    assert [bucket.nbytes for bucket in layout.buckets] == [20_480, 73_728]
+    assert layout.slot_nbytes == 73_728
+    assert_extents_fill_the_snapshot(layout)
+
+
+@pytest.mark.parametrize("formats", [(), (FP32,), (FP32,) * 3])
+def test_each_segment_must_have_a_format(formats: tuple[Format, ...]) -> None:
+    """One too few would leave a segment without bytes."""
+    with pytest.raises(ValueError, match=f"{len(formats)} formats for 2 segments"):
+        make_layout([1], 64, ("a",), formats)
+    with pytest.raises(ValueError, match=f"{len(formats)} formats for 2 segments"):
+        make_whole_layout([(1, 1)], [0], 64, ("a",), formats)
 
 
 # ------------------------------------------------------------------------------------ whole entries
@@ -229,7 +284,7 @@ def test_segments_of_whole_entries_have_their_own_alignment(whole: Whole) -> Non
     *_, layout = whole
     for bucket in layout.buckets:
         assert_parts_are_apart(bucket)
-    assert_extents_fill_the_file(layout)
+    assert_extents_fill_the_snapshot(layout)
 
 
 def test_a_slot_has_room_for_each_segment_of_every_bucket(whole: Whole) -> None:
@@ -316,7 +371,7 @@ def test_state_smaller_than_its_params_takes_less_room() -> None:
 def test_without_elements_there_is_no_bucket(groups: list[list[Sizes]]) -> None:
     """R of a matrix without rows has elements, and is not kept either."""
     layout = laid_out(groups, 100)
-    assert (layout.buckets, layout.nbytes, layout.file_nbytes) == ((), 0, ALIGN_BYTES)
+    assert (layout.buckets, layout.nbytes, layout.slot_nbytes) == ((), 0, 0)
     assert layout.slot_numels == (0,) * 7
 
 
@@ -338,3 +393,9 @@ def test_wrong_arguments_of_whole_entries_are_refused(
     """Negative sizes, a name twice, or another number of sizes than of tensors."""
     with pytest.raises(ValueError, match=tells):
         make_whole_layout([sizes], [0], cap, keys)
+
+
+def test_param_groups_must_ascend() -> None:
+    """Else peers of one group could have other buckets of it."""
+    with pytest.raises(ValueError, match="must be ascending"):
+        make_whole_layout([(8,), (8,), (8,)], [0, 1, 0], 64, ())

@@ -10,9 +10,9 @@ import pytest
 import torch
 from megatron.core.optimizer.nvme_state_store.checkpoint import EntryRecord
 from megatron.core.optimizer.nvme_state_store.errors import StateStoreError
-from megatron.core.optimizer.nvme_state_store.layout import MAIN, Layout, make_layout
+from megatron.core.optimizer.nvme_state_store.layout import MAIN, Bucket, Layout, make_layout
 from megatron.core.optimizer.nvme_state_store.model_shards import Entry, ModelShards, Quantised
-from megatron.core.optimizer.nvme_state_store.staging import DeviceSlot
+from megatron.core.optimizer.nvme_state_store.staging import ResidentBucket
 
 CPU = torch.device("cpu")
 NUMELS = (300, 1001, 77)
@@ -55,6 +55,12 @@ def some(numel: int, seed: int) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
 
+def on_device(layout: Layout, bucket: Bucket) -> ResidentBucket:
+    """Return a bucket whose segments are all FP32: none has to be decoded."""
+    stored = torch.zeros(layout.slot_nbytes, dtype=torch.uint8)
+    return ResidentBucket(layout, bucket, stored, [None] * len(layout.segments))
+
+
 @dataclass
 class Model:
     """Three params, the second of 8 bits, cut into buckets."""
@@ -63,7 +69,7 @@ class Model:
     entries: list[Entry]
     layout: Layout
     shards: ModelShards
-    slots: list[DeviceSlot]
+    slots: list[ResidentBucket]
 
 
 @pytest.fixture(params=[64, 256, 10_000])
@@ -84,7 +90,7 @@ def model(request: pytest.FixtureRequest) -> Model:
     layout = make_layout(NUMELS, request.param, ("moment",))
     made = Model(params, entries, layout, ModelShards(entries, CPU), [])
     for bucket in layout.buckets:
-        made.slots.append(DeviceSlot(layout, CPU))
+        made.slots.append(on_device(layout, bucket))
         made.shards.fill(bucket, made.slots[-1], None)
     made.shards.release_initial_values()
     return made
@@ -100,7 +106,7 @@ def step(model: Model, seed: int) -> None:
     for index, entry in enumerate(model.entries):
         entry.main.grad = some(entry.record.numel, seed + index)
 
-    def update(bucket: object, slot: DeviceSlot) -> None:
+    def update(bucket: object, slot: ResidentBucket) -> None:
         for piece in model.shards.slices(bucket, slot):  # type: ignore[arg-type]
             piece.main.sub_(piece.grad)
         model.shards.publish(bucket, slot)  # type: ignore[arg-type]
@@ -141,18 +147,14 @@ def test_parking_reaches_no_gradient_that_is_still_to_be_read(model: Model) -> N
         cast = Param(expected[1].bfloat16())
         assert torch.equal(model.params[1].data, cast.data)
         assert torch.equal(model.params[1].scale, cast.scale)
-        each_bucket(model, lambda bucket, slot: model.shards.check(bucket))
-
-
-def check_all(model: Model) -> None:
-    each_bucket(model, lambda bucket, slot: model.shards.check(bucket))
+        model.shards.check(model.layout.buckets)
 
 
 def test_a_cast_that_was_not_remembered_is_found(model: Model) -> None:
     """So a step whose cast failed can't be gone on from."""
     step(model, 10)
     with pytest.raises(StateStoreError, match="param1"):
-        check_all(model)
+        model.shards.check(model.layout.buckets)
 
 
 @pytest.mark.parametrize("part", ["data", "scale"])
@@ -163,7 +165,76 @@ def test_bytes_and_scales_of_quantised_params_are_watched(part: str, model: Mode
     tensor = getattr(model.params[1], part)
     tensor.view(torch.uint8)[-1] ^= 1
     with pytest.raises(StateStoreError, match=r"param1.*not those the store published"):
-        check_all(model)
+        model.shards.check(model.layout.buckets)
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_the_first_bucket_whose_shards_were_replaced_is_named(index: int, model: Model) -> None:
+    """One comparison for all buckets, and the message still says where to look."""
+    step(model, 10)
+    model.shards.remember_quantised(model.layout.buckets)
+    model.shards.check(model.layout.buckets)
+    for entry in model.entries[index:]:
+        entry.model_shard().view(torch.uint8)[0] ^= 1
+    first = next(
+        bucket
+        for bucket in model.layout.buckets
+        if any(piece.entry == index for piece in bucket.slices)
+    )
+    with pytest.raises(StateStoreError, match=rf"^bucket {first.index} \(.*param{index}.*\)"):
+        model.shards.check(model.layout.buckets)
+
+
+def test_a_param_without_gradient_is_named(model: Model) -> None:
+    """Before anything is read: the update would skip it, silently."""
+    step(model, 10)
+    model.shards.remember_quantised(model.layout.buckets)
+    model.entries[2].main.grad = None
+    with pytest.raises(StateStoreError, match="param2 has no gradient"):
+        model.shards.check(model.layout.buckets)
+
+
+def test_a_rank_without_buckets_has_nothing_to_check() -> None:
+    ModelShards([], CPU).check([])
+    ModelShards([], CPU).require([], [])
+    assert ModelShards([], CPU).fingerprints([]) == ()
+
+
+def test_fingerprints_of_a_snapshot_are_those_of_its_model_alone(model: Model) -> None:
+    """Numbers that go through a manifest; one flipped bit of a weight is found by name."""
+    buckets = model.layout.buckets
+    saved = model.shards.fingerprints(buckets)
+    assert all(type(number) is int for each in saved for number in each)
+
+    model.shards.require(buckets, saved)
+    shard = model.entries[0].model_shard()
+    shard.view(torch.uint8)[-1] ^= 1
+    with pytest.raises(StateStoreError, match=r"param0.*of different checkpoints"):
+        model.shards.require(buckets, saved)
+    shard.view(torch.uint8)[-1] ^= 1
+    model.shards.require(buckets, saved)
+    changed = [list(each) for each in saved]
+    changed[-1][1] += 1
+    with pytest.raises(StateStoreError, match=rf"^bucket {buckets[-1].index} "):
+        model.shards.require(buckets, changed)
+
+
+def test_main_params_that_do_not_round_to_the_model_are_told() -> None:
+    """Which have no home in ``split`` storage; of a tie only the even neighbour is right."""
+    shard = torch.tensor([1.0, -2.0, 0.5], dtype=torch.bfloat16)
+    entry = Entry(EntryRecord("param", (3,), 0, 3), torch.empty(3), 0, lambda: shard)
+    layout = make_layout([3], 64, ())
+    (bucket,) = layout.buckets
+    resident = on_device(layout, bucket)
+    main = resident.segment(bucket, MAIN)
+    shards = ModelShards([entry], CPU)
+
+    main.copy_(shard)
+    assert shards.rounds(bucket, resident)
+    main[0] += 2**-8  # half a unit in the last place: a tie, and 1.0 is even
+    assert shards.rounds(bucket, resident)
+    main[0] += 2**-20
+    assert not shards.rounds(bucket, resident)
 
 
 def test_loaded_main_params_must_be_near_the_quantised_values(model: Model) -> None:
@@ -190,10 +261,10 @@ def test_loaded_main_params_must_be_near_the_quantised_values(model: Model) -> N
     )
     layout = make_layout([numel], 256, ())
     shards = ModelShards([entry], CPU)
-    slot = DeviceSlot(layout, CPU)
 
     def compare(values: torch.Tensor) -> None:
         for bucket in layout.buckets:
+            slot = on_device(layout, bucket)
             for piece in bucket.slices:
                 where = slice(piece.offset, piece.offset + piece.numel)
                 slot.segment(bucket, MAIN)[where] = values[piece.start : piece.start + piece.numel]

@@ -1,200 +1,312 @@
-"""A step walks the buckets in order, and each stage waits for the one that protects its buffer."""
+"""Whatever ends first, every bucket is updated once a step, from its own last bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.optimizer.nvme_state_store.errors import StateStoreError
 from megatron.core.optimizer.nvme_state_store.layout import Bucket, make_layout
-from megatron.core.optimizer.nvme_state_store.pipeline import Stages, run_step
-from megatron.core.optimizer.nvme_state_store.state_file import StateFile
+from megatron.core.optimizer.nvme_state_store.pipeline import Pipeline, Stages, run_step
+from megatron.core.optimizer.nvme_state_store.placement import place_buckets
 
-from tests.store.failing_file import HandEngine, HandTicket
+from tests.store.hand_driven import HandHomes, HandHost, HandStaging, Machine, explore
 
-LAYOUT = make_layout([100, 300], 128, ("exp_avg", "exp_avg_sq"))
-
-
-class Staging:
-    """Both slots: a host buffer that is really read and written, and a device that only tells."""
-
-    def __init__(self, tell: Callable[[str, int], None]) -> None:
-        self.tell = tell
-        self.buffer = bytearray(LAYOUT.slot_nbytes)
-        self.marks = 0
-        self.is_downloaded = False
-
-    def extent(self, bucket: Bucket) -> memoryview:
-        return memoryview(self.buffer)[: bucket.nbytes]
-
-    def upload(self, bucket: Bucket, host: Any) -> None:
-        self.is_downloaded = False
-        self.tell("upload", bucket.index)
-
-    def download(self, bucket: Bucket, host: Any) -> None:
-        self.tell("download", bucket.index)
-        self.extent(bucket)[:] = bytes([self.buffer[0] + 1]) * bucket.nbytes
-        self.is_downloaded = True
-
-    def mark(self) -> int:
-        self.marks += 1
-        return self.marks
-
-    def seconds_between(self, first: int, second: int) -> float:
-        assert self.is_downloaded, "reading a mark waits for the device, which has work left"
-        return second - first
+LAYOUT = make_layout([4 * 64], 64, ("exp_avg", "exp_avg_sq"))
+BUCKETS = range(len(LAYOUT.buckets))
+SIZE = LAYOUT.buckets[0].nbytes
+TIERS = {"disk": (0, 0), "host and disk": (0, 2), "host": (0, 4), "all three": (1, 1)}
+"""Buckets of the device and host tier."""
 
 
-class Step:
-    """One step, with all that it does in a log; any verb may be told to fail at any bucket."""
+class Run:
+    """A pipeline over hand-driven memories, and how many steps each bucket has seen.
 
-    def __init__(self, fails: tuple[str, int] | None = None, peer_fails_at: int = -1) -> None:
-        self.fails = fails
-        self.peer_fails_at = peer_fails_at
+    Args:
+        machine: decides what ends when.
+        tiers: buckets of the device and host tier.
+        host_slots: for those on disk.
+        device_slots: for all that are not on the device.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        tiers: tuple[int, int] = (0, 0),
+        host_slots: int = 3,
+        device_slots: int = 3,
+    ) -> None:
+        self.machine = machine
+        placement = place_buckets(LAYOUT, tiers[0] * SIZE, tiers[1] * SIZE, 1)
+        homes: Any = HandHomes(machine, LAYOUT, placement)
+        staging: Any = HandStaging(machine, device_slots)
+        self.homes, self.staging = homes, staging
+        on_disk = sum(place.tier.value == "disk" for place in placement.places)
+        host_slots = min(host_slots, on_disk)
+        host: Any = HandHost(machine, SIZE, host_slots)
+        self.pipeline = Pipeline(homes, staging, host, host_slots)
         self.log: list[str] = []
-        self.failure: Exception = StateStoreError("of this rank")
-        self.brought: list[Exception | None] = []
-        self.returned: list[Exception | None] = []
+        self.updated: list[int] = []
+        self.steps = 0
 
-    def run(self, file: StateFile) -> Any:
-        staging: Any = Staging(self._do)
-        stages = Stages(
-            lambda bucket, device: self._do("check", bucket.index),
-            self._meet,
-            lambda bucket, device: self._do("update", bucket.index),
-            lambda bucket, device: self._do("publish", bucket.index),
-        )
-        return run_step(LAYOUT, file, HandEngine(self._transfer), staging, staging, stages)
+    def step(self, meet: Callable[[Bucket, Any], Any] = lambda bucket, error: error) -> None:
+        self.steps += 1
+        version = self.steps
+        self.updated = []
 
-    def _do(self, verb: str, index: int) -> None:
-        self.log.append(f"{verb} {index}")
-        if self.fails == (verb, index):
-            raise self.failure
+        def update(bucket: Bucket, resident: Any) -> None:
+            def effect() -> None:
+                assert resident.cell.value == (bucket.index, version - 1), "not its last bytes"
+                resident.cell.value = (bucket.index, version)
+                self.updated.append(bucket.index)
 
-    def _meet(self, bucket: Bucket, error: Exception | None) -> Exception | None:
+            self.staging.on_stream("caller", f"update {bucket.index}", [], effect)
+            self.log.append(f"update {bucket.index}")
+
+        def publish(bucket: Bucket, resident: Any) -> None:
+            self.staging.on_stream("caller", f"publish {bucket.index}", [], None)
+
+        self.pipeline.begin_step()
+        run_step(self.pipeline, LAYOUT.buckets, Stages(meet, update, publish))
+        assert self.updated == list(BUCKETS), "returned too early"
+
+    @property
+    def at_home(self) -> list[Any]:
+        return [self.homes.cells[index].value for index in BUCKETS]
+
+
+@pytest.mark.parametrize("tiers", TIERS.values(), ids=TIERS)
+@pytest.mark.parametrize("device_slots", [1, 2, 3])
+def test_every_order_of_ends_gives_the_same_bytes(
+    device_slots: int, tiers: tuple[int, int]
+) -> None:
+    """Two steps of 4 buckets, 3 host slots: what is read ahead and written behind included."""
+
+    def program(machine: Machine) -> None:
+        run = Run(machine, tiers, 3, device_slots)
+        run.step()
+        run.step()
+        run.pipeline.drain()
+        assert run.at_home == [(index, 2) for index in BUCKETS]
+
+    states = explore(program)
+
+    assert states > 20
+
+
+@pytest.mark.parametrize("host_slots", [1, 2, 4])
+def test_every_order_of_ends_is_right_with_any_number_of_host_slots(host_slots: int) -> None:
+    """With one there is no reading ahead; with one for each bucket nothing is read twice."""
+
+    def program(machine: Machine) -> None:
+        run = Run(machine, (0, 0), host_slots, 2)
+        run.step()
+        run.step()
+        run.pipeline.drain()
+        assert run.at_home == [(index, 2) for index in BUCKETS]
+        reads = [name for name in machine.ended if name.startswith("read")]
+        assert len(reads) == 4 if host_slots == 4 else len(reads) >= 8
+
+    assert explore(program) > 20
+
+
+FAULTS: dict[str, Callable[[Run], None]] = {}
+
+
+def fault(name: str) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
+    """Plant a missing wait: exploring must find it."""
+
+    def add(plant: Callable[[Run], None]) -> Callable[[Run], None]:
+        FAULTS[name] = plant
+        return plant
+
+    return add
+
+
+@fault("a write does not wait for the download")
+def _write_at_once(run: Run) -> None:
+    volume = next(run.homes.open_volumes())
+    write = volume.write
+    volume.write = lambda file, offset, view, *after: write(file, offset, view)
+
+
+@fault("a read waits neither for the slot nor for the bucket")
+def _read_at_once(run: Run) -> None:
+    volume = next(run.homes.open_volumes())
+    read = volume.read
+    volume.read = lambda file, offset, view, *after: read(file, offset, view)
+
+
+@fault("a read waits for the slot alone")
+def _read_before_written(run: Run) -> None:
+    volume = next(run.homes.open_volumes())
+    read = volume.read
+    volume.read = lambda file, offset, view, *after: read(file, offset, view, *after[:1])
+
+
+@fault("an upload does not wait for the slot")
+def _upload_at_once(run: Run) -> None:
+    run.staging.downloaded = _Nothing()
+
+
+@fault("the update does not wait for the upload")
+def _no_await(run: Run) -> None:
+    run.staging.await_upload = lambda upload: None
+
+
+@fault("the download does not wait for the update")
+def _download_at_once(run: Run) -> None:
+    on_stream = run.staging.on_stream
+
+    def impatient(stream: str, name: str, after: Any, effect: Any) -> Any:
+        return on_stream(stream, name, [] if stream == "download" else after, effect)
+
+    run.staging.on_stream = impatient
+
+
+class _Nothing(list[Any]):
+    def __getitem__(self, index: Any) -> Any:
+        return None
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_missing_wait_is_found(name: str) -> None:
+    """So the exploration looks where it must."""
+
+    def program(machine: Machine) -> None:
+        run = Run(machine, (0, 0), 3, 2)
+        FAULTS[name](run)
+        run.step()
+        run.step()
+        run.pipeline.drain()
+        assert run.at_home == [(index, 2) for index in BUCKETS]
+
+    with pytest.raises(AssertionError):
+        explore(program)
+
+
+def names_of_transfers() -> list[str]:
+    """Return every read and write of two steps."""
+    machine = Machine()
+    run = Run(machine)
+    run.step()
+    run.step()
+    run.pipeline.drain()
+    machine.end_all()
+    return [each.name for each in machine.operations if each.name.startswith(("read", "write"))]
+
+
+@pytest.mark.parametrize("failing", names_of_transfers())
+def test_a_failing_transfer_is_raised_and_spoils_nothing(failing: str) -> None:
+    """In this step, or in the next one, or at the end; forgetting makes the pipeline usable."""
+    machine = Machine(fails=frozenset([failing]))
+    run = Run(machine)
+    raised = 0
+    for _ in range(3):
+        try:
+            run.step()
+        except StateStoreError as error:
+            assert f"{failing}: planted" in str(error)
+            raised += 1
+            break
+    try:
+        run.pipeline.drain()
+    except StateStoreError as error:
+        assert f"{failing}: planted" in str(error)
+        raised += 1
+
+    assert raised >= 1
+    for index, value in enumerate(run.at_home):
+        assert value[0] == index, "a bucket has the bytes of another one"
+    run.pipeline.forget()
+    for index in BUCKETS:
+        run.homes.cells[index].value = (index, 0)
+    run.steps = 0
+    run.step()
+    run.pipeline.drain()
+    assert run.at_home == [(index, 1) for index in BUCKETS]
+
+
+def test_reads_go_ahead_and_writes_stay_behind() -> None:
+    """The next step's first reads are under way when a step returns, and its last writes too."""
+    machine = Machine()
+    run = Run(machine)
+
+    run.step()
+
+    offsets = [place.offset for place in run.homes.placement.places]
+    reads = [each.name.split("#")[0] for each in machine.operations if each.name[:4] == "read"]
+    assert reads == [f"read {offset}" for offset in offsets + offsets[:3]]
+    assert any(each.name[:5] == "write" and not each.has_ended for each in machine.operations)
+
+
+class Meetings:
+    """Peers of an update: each meeting may bring an error."""
+
+    def __init__(self, run: Run, peer_fails_at: int = -1) -> None:
+        self.run = run
+        self.peer_fails_at = peer_fails_at
+        self.brought: list[Any] = []
+        self.returned: list[Any] = []
+
+    def meet(self, bucket: Bucket, error: Exception | None) -> Exception | None:
         """Do what peers do: all get the same error, which is not this rank's own object."""
-        self.log.append(f"meet {bucket.index}")
+        self.run.log.append(f"meet {bucket.index}")
         self.brought.append(error)
         if bucket.index == self.peer_fails_at:
             error = StateStoreError("of a peer")
-        self.returned.append(error and StateStoreError(f"agreed: {error}"))
-        return self.returned[-1]
-
-    def _transfer(self, ticket: HandTicket) -> None:
-        index = [bucket.offset for bucket in LAYOUT.buckets].index(ticket.request.offset)
-        try:
-            self._do(ticket.request.operation, index)
-        except StateStoreError as error:
-            ticket.fail(error)
-        else:
-            ticket.perform()
-
-
-VERBS = ("read", "upload", "check", "meet", "update", "publish", "download", "write")
-CAN_FAIL = tuple(verb for verb in VERBS if verb != "meet")
-BUCKETS = range(len(LAYOUT.buckets))
-
-
-def lines(index: int, verbs: tuple[str, ...] = VERBS) -> list[str]:
-    """Return what these verbs log of a bucket."""
-    return [f"{verb} {index}" for verb in verbs]
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Any:
-    with StateFile.create(tmp_path / "state.bin", LAYOUT.nbytes) as made:
-        yield made
-
-
-def test_the_verbs_come_in_order_and_every_transfer_is_waited_for(file: StateFile) -> None:
-    """Each meeting comes after the check and before the update of its bucket."""
-    step = Step()
-
-    step.run(file)
-
-    assert len(BUCKETS) > 2
-    assert step.log == [line for index in BUCKETS for line in lines(index)]
-    assert step.brought == [None] * len(BUCKETS)
-
-
-def test_what_was_downloaded_is_what_is_on_disk(file: StateFile) -> None:
-    Step().run(file)
-    Step().run(file)
-
-    content = bytearray(LAYOUT.nbytes)
-    file.read_into(0, memoryview(content))
-    assert set(content) == {2}
-
-
-def test_times_are_those_of_the_stages(file: StateFile) -> None:
-    times = Step().run(file)
-
-    buckets = len(BUCKETS)
-    assert (times.upload, times.update, times.download) == (buckets, buckets, buckets)
-    assert times.read_wait > 0 and times.write_wait > 0
+        agreed = None if error is None else StateStoreError(f"agreed: {error}")
+        self.returned.append(agreed)
+        return agreed
 
 
 @pytest.mark.parametrize("failing", BUCKETS)
-@pytest.mark.parametrize("verb", CAN_FAIL)
-def test_after_a_failure_nothing_is_done_but_every_meeting_is_held(
-    file: StateFile, verb: str, failing: int
-) -> None:
-    """Once each and in order: peers that have not failed wait there."""
-    step = Step(fails=(verb, failing))
+def test_after_a_failure_nothing_is_done_but_every_meeting_is_held(failing: int) -> None:
+    """Once each and in order, with what the one before returned: peers wait there."""
+    place = place_buckets(LAYOUT, 0, 0, 1).places[failing]
+    run = Run(Machine(fails=frozenset([f"read {place.offset}#0"])))
+    meetings = Meetings(run)
 
-    with pytest.raises(StateStoreError) as caught:
-        step.run(file)
+    with pytest.raises(StateStoreError, match=r"agreed: .* planted") as caught:
+        run.step(meetings.meet)
 
-    meets = list(BUCKETS[failing:])
-    expected = [line for index in BUCKETS[:failing] for line in lines(index)]
-    expected += lines(failing, VERBS[: VERBS.index(verb) + 1])
-    if verb not in VERBS[: VERBS.index("meet")]:
-        meets.remove(failing)  # it was held before
-    assert step.log == expected + [f"meet {index}" for index in meets]
-    assert caught.value is (step.returned[-1] if meets else step.failure)
+    before = [line for index in range(failing) for line in (f"meet {index}", f"update {index}")]
+    assert run.log == before + [f"meet {index}" for index in BUCKETS[failing:]]
+    assert meetings.brought[:failing] == [None] * failing
+    assert meetings.brought[failing + 1 :] == meetings.returned[failing:-1]
+    assert caught.value is meetings.returned[-1]
 
 
 @pytest.mark.parametrize("failing", BUCKETS)
-def test_an_error_goes_through_all_later_meetings(file: StateFile, failing: int) -> None:
-    """The first gets this rank's own, each later one what the one before it returned."""
-    step = Step(fails=("check", failing))
-
-    with pytest.raises(StateStoreError):
-        step.run(file)
-
-    assert step.brought[:failing] == [None] * failing
-    assert step.brought[failing:] == [step.failure, *step.returned[failing:-1]]
-    assert None not in step.returned[failing:]
-
-
-@pytest.mark.parametrize("failing", BUCKETS)
-def test_an_error_of_a_peer_stops_this_rank_as_its_own_does(file: StateFile, failing: int) -> None:
-    """The bucket of the meeting is not updated, and its bytes on disk are the old ones."""
-    step = Step(peer_fails_at=failing)
+def test_an_error_of_a_peer_stops_this_rank_as_its_own_does(failing: int) -> None:
+    """The bucket of the meeting is not updated, and its bytes at home are the old ones."""
+    run = Run(Machine())
+    meetings = Meetings(run, peer_fails_at=failing)
 
     with pytest.raises(StateStoreError, match="of a peer") as caught:
-        step.run(file)
+        run.step(meetings.meet)
 
-    expected = [line for index in BUCKETS[:failing] for line in lines(index)]
-    expected += lines(failing, ("read", "upload", "check"))
-    assert step.log == expected + [f"meet {index}" for index in BUCKETS[failing:]]
-    assert step.brought == [None] * (failing + 1) + step.returned[failing:-1]
-    assert caught.value is step.returned[-1]
-    content = bytearray(LAYOUT.nbytes)
-    file.read_into(0, memoryview(content))
-    first = LAYOUT.buckets[failing].offset
-    assert set(content[:first]) <= {1} and set(content[first:]) == {0}
+    run.pipeline.drain()
+    assert caught.value is meetings.returned[-1]
+    assert run.at_home == [(index, int(index < failing)) for index in BUCKETS]
 
 
-def test_an_error_that_is_not_the_stores_goes_to_the_meetings_too(file: StateFile) -> None:
+def test_an_error_that_is_not_the_stores_goes_to_the_meetings_too() -> None:
     """A kernel may run out of memory."""
-    step = Step(fails=("update", 0))
-    step.failure = torch.OutOfMemoryError("of a kernel")
+    run = Run(Machine())
+    meetings = Meetings(run)
+    failure = torch.OutOfMemoryError("of a kernel")
 
+    def fail(bucket: Bucket, resident: Any) -> None:
+        raise failure
+
+    run.pipeline.begin_step()
     with pytest.raises(StateStoreError, match="of a kernel"):
-        step.run(file)
+        run_step(run.pipeline, LAYOUT.buckets, Stages(meetings.meet, fail, fail))
 
-    assert step.brought[1] is step.failure
+    assert meetings.brought[1] is failure

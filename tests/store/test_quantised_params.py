@@ -24,10 +24,18 @@ def test_a_class_that_was_not_compared_with_stock_is_refused_by_name(
 ) -> None:
     """Wherever it stands among known ones; the message says which recipes there are."""
     monkeypatch.setattr(quantised_params, "is_quantised", lambda param: True)
-    quantised_params.require_known([of(Float8Tensor)])
+    quantised_params.require_known([of(Float8Tensor)], "fp32")
 
     with pytest.raises(ValueError, match=r"class MXFP8Tensor.*tensorwise and blockwise"):
-        quantised_params.require_known([of(Float8Tensor), of(MXFP8Tensor)])
+        quantised_params.require_known([of(Float8Tensor), of(MXFP8Tensor)], "fp32")
+
+
+def test_a_quantised_param_has_no_upper_half_for_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even one that streams otherwise."""
+    monkeypatch.setattr(quantised_params, "is_quantised", lambda param: True)
+
+    with pytest.raises(ValueError, match=r"split cannot be used with params of class Float8Tensor"):
+        quantised_params.require_known([of(Float8Tensor)], "split")
 
 
 def test_a_plain_param_is_not_quantised() -> None:
@@ -35,7 +43,7 @@ def test_a_plain_param_is_not_quantised() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         param = torch.nn.Parameter(torch.zeros(4, dtype=dtype))
         assert quantised_params.quantised(param, 0, 4) is None
-        quantised_params.require_known([param])
+        quantised_params.require_known([param], "split")
 
 
 def test_values_come_from_before_the_first_cast_as_long_as_they_are_known(

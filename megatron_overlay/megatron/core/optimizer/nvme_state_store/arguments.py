@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .config import DEFAULT_BUCKET_NUMEL
+from .config import DEFAULT_BUCKET_NUMEL, ENGINES, IO_KINDS, gigabytes
+from .formats import MAIN_STORAGES, MOMENT_DTYPES
 
 _ON = "--stream-optimizer-state-to-disk"
 
@@ -21,8 +22,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--stream-optimizer-state-dir",
-        help="Directory on a local disk; each rank makes a private one below it and removes it at "
-        "exit (default: $SCRATCH or /scratch, with megatron_optimizer_state_<uid> below it).",
+        help="Directories on local disks, separated by commas, over which the state is striped; "
+        "each rank makes a private one below each and removes it at exit (default: $SCRATCH or "
+        "/scratch, with megatron_optimizer_state_<uid> below it).",
+    )
+    group.add_argument(
+        "--stream-optimizer-state-moment-dtype",
+        default="fp32",
+        choices=MOMENT_DTYPES,
+        help="How moments are stored; updates are FP32. fp16 and fp8 have a scale for each 64 "
+        "elements. Default %(default)s.",
+    )
+    group.add_argument(
+        "--stream-optimizer-state-main-storage",
+        default="fp32",
+        choices=MAIN_STORAGES,
+        help="How main params are stored: split stores only what the BF16 model params lack, "
+        "without any loss. Default %(default)s.",
+    )
+    group.add_argument(
+        "--stream-optimizer-state-host-gb",
+        type=gigabytes,
+        default=0.0,
+        help="State that stays in pinned host memory, in GB (10^9 bytes) of each rank, or auto: "
+        "what is free, shared by the ranks of the node. Default %(default)s.",
+    )
+    group.add_argument(
+        "--stream-optimizer-state-device-gb",
+        type=gigabytes,
+        default=0.0,
+        help="State that stays on the device, in GB of each rank, or auto: half of what is free "
+        "when the optimizer is made. Default %(default)s.",
+    )
+    group.add_argument(
+        "--stream-optimizer-state-ahead-gb",
+        type=float,
+        default=0.0,
+        help="Pinned host memory of each rank for reads ahead of a step and writes behind it, in "
+        "GB; there are always slots for a few buckets. Default %(default)s.",
     )
     group.add_argument(
         "--stream-optimizer-state-bucket-numel",
@@ -30,8 +67,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=DEFAULT_BUCKET_NUMEL,
         help="Cap of what is on the device at once, in elements of 12 bytes; default %(default)s.",
     )
+    group.add_argument(
+        "--stream-optimizer-state-io",
+        default="auto",
+        choices=IO_KINDS,
+        help="Whether files are read and written past the page cache: auto falls back to buffered, "
+        "with a warning. Default %(default)s.",
+    )
+    group.add_argument(
+        "--stream-optimizer-state-chunk-mb",
+        type=int,
+        default=8,
+        help="Largest transfer of one call, in MiB; default %(default)s.",
+    )
+    group.add_argument(
+        "--stream-optimizer-state-engine",
+        default="threads",
+        choices=ENGINES,
+        help="threads: all verbs of a step at once. sync: each transfer when it is asked for, as a "
+        "reference; same results. Default %(default)s.",
+    )
     return parser
 
+
+_DEFAULTS: dict[str, Any] = {
+    name: value
+    for name, value in vars(add_arguments(argparse.ArgumentParser()).parse_args([])).items()
+    if name != _ON[2:].replace("-", "_")
+}
 
 # Argument, why it is refused, and what to do instead. What they must be called upstream:
 # Tripwire: ../../transformer/transformer_config.py::TransformerConfig.qk_clip
@@ -80,8 +143,10 @@ def validate_arguments(args: Any) -> None:
     """
     args.defer_main_param_initialization = args.stream_optimizer_state_to_disk
     if not args.stream_optimizer_state_to_disk:
-        if args.stream_optimizer_state_dir:
-            raise ValueError(f"--stream-optimizer-state-dir has no effect without {_ON}")
+        for name, default in _DEFAULTS.items():
+            if getattr(args, name) != default:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} has no effect without {_ON}")
         return
     for name, reason, cure in _REFUSED:
         if getattr(args, name):
@@ -92,6 +157,11 @@ def validate_arguments(args: Any) -> None:
             f"{_ON} cannot be used with --fp8-param-gather --fp8-recipe delayed without "
             "--no-stream-ckpt-dequant: a load would cast weights before it knows their scales, and "
             "they would not be those of the main params; add --no-stream-ckpt-dequant"
+        )
+    if args.fp8_param_gather and args.stream_optimizer_state_main_storage == "split":
+        raise ValueError(
+            "--stream-optimizer-state-main-storage split cannot be used with --fp8-param-gather: "
+            "8-bit model params are not the upper half of the main params; use fp32"
         )
     if args.fp8_param_gather and args.fp8_recipe == "mxfp8":
         raise ValueError(

@@ -7,6 +7,7 @@ construction, once per step, and around refresh, save and load.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ import torch.distributed as dist
 from ..distrib_optimizer import DistributedOptimizer
 from ..optimizer import ChainedOptimizer
 from .agreement import agree, gather
+from .budgets import Budgets, Memory, host_memory, resolve_budgets
 from .checkpoint import PreparedSnapshot
+from .config import store_config
 from .errors import StateStoreError
 from .layer_wise_optimizer import StreamedLayerWiseOptimizer
 from .store import OptimizerStateStore, new_generation
@@ -35,6 +38,7 @@ class StreamedChainedOptimizer(ChainedOptimizer):
 
     Raises:
         StateStoreError: on all ranks, if the store of any could not be initialized.
+        ValueError: on all ranks, if those of a node would pin more memory than it has.
     """
 
     def __init__(self, chained_optimizers: list[Any]) -> None:
@@ -43,12 +47,45 @@ class StreamedChainedOptimizer(ChainedOptimizer):
         rank = dist.get_rank() if dist.is_initialized() else 0
         for index, store in enumerate(self._stores()):
             store.name = f"rank{rank:05d}/optimizer{index}"
+        budgets = self._budgets(rank)
+        whole = sum(store.layout.nbytes for store in self._stores())
         try:
-            self._together(lambda store: store.initialize_main_from_model_params())
+            self._together(
+                lambda store: store.initialize_main_from_model_params(
+                    budgets.share(store.layout.nbytes, whole)
+                )
+            )
         except StateStoreError:
             for store in self._stores():  # the process may live on; its files are of no use
                 store.close()
             raise
+
+    def _budgets(self, rank: int) -> Budgets:
+        """Return what this rank's stores may keep in memory; all ranks measure at the same time.
+
+        Raises:
+            StateStoreError: on all ranks, if one cannot tell.
+            ValueError: on all ranks, if those of a node would pin more memory than it has.
+        """
+        stores = list(self._stores())
+        error: Exception | None = None
+        try:
+            host_free, host_total = host_memory()
+            device_free, device_total = torch.cuda.mem_get_info()
+        except (OSError, KeyError, RuntimeError) as caught:
+            error = caught
+        self._agree(error)
+        mine = Memory(
+            node=socket.gethostname(),
+            host_free=host_free,
+            host_total=host_total,
+            device_free=device_free,
+            device_total=device_total,
+            slot_nbytes=sum(store.max_slot_nbytes for store in stores),
+            state_nbytes=sum(store.layout.nbytes for store in stores),
+        )
+        memory = gather(mine, dist.group.WORLD)
+        return resolve_budgets(store_config(self.config), rank, memory)
 
     @property
     def _nvme_state_store(self) -> OptimizerStateStore | None:
@@ -188,6 +225,23 @@ class StreamedChainedOptimizer(ChainedOptimizer):
 
         Upstream's would fail at a child without params (a frozen dense model whose experts train).
         """
+
+    def drain_stores(self) -> None:
+        """Wait until all that the last step began is on disk; a later step or save does that, too.
+
+        Raises:
+            StateStoreError: on all ranks, if a write of any had failed.
+        """
+        self._together(lambda store: store.drain())
+
+    def offload_to_cpu(self) -> None:
+        """Move what is resident to the host, and give the device slots back.
+
+        Raises:
+            StateStoreError: on all ranks, if a write of any had failed.
+        """
+        self._together(lambda store: store.release_slots())
+        super().offload_to_cpu()
 
     def save_stores(self, base_dir: Path) -> None:
         """Save every store below ``base_dir``.

@@ -1,6 +1,6 @@
 """A durable snapshot of a store: complete or absent, never a mix of generations (invariant 6).
 
-    <base>/<store>/state-<generation>.bin    copy of the file, byte for byte
+    <base>/<store>/state-<generation>.bin    the extents of all buckets, wherever they live
     <base>/<store>/manifest.json             written last, by rename: what makes it a snapshot
 
 Two phases, so that either every rank has the new snapshot or none has: `prepare_snapshot` writes
@@ -17,19 +17,34 @@ import contextlib
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from .errors import StateStoreError
-from .layout import Layout
+from .formats import FP32
+from .layout import ALIGN_BYTES, Bucket, Layout
+from .memory import page_aligned
 from .state_file import StateFile
 
-FORMAT = 2
-"""Format 1 knew one size for all segments of a bucket, and is still read."""
+FORMAT = 3
+"""Format 1 knew one size for all segments of a bucket, and 2 no formats but FP32: both are read."""
 MANIFEST = "manifest.json"
 _CHUNK = 16 << 20
+
+
+class Extents(Protocol):
+    """The bytes of the buckets, wherever they live: see `Homes`."""
+
+    def read_into(self, bucket: Bucket, start: int, view: memoryview) -> None:
+        """Copy bytes of a bucket's extent, from byte ``start`` on."""
+        ...
+
+    def write_from(self, bucket: Bucket, start: int, view: memoryview) -> None:
+        """Replace bytes of a bucket's extent, from byte ``start`` on."""
+        ...
+
 
 Strides = tuple[tuple[int, str, tuple[int, ...]], ...]
 """In which order of memory state lies in its segment: see `ModelShards.strides`."""
@@ -64,6 +79,9 @@ class Manifest:
         buckets: (offset, elements of each segment, crc32 of the extent) of each bucket.
         resident: crc32 of the file of resident state, or None if there is none.
         strides: (entry, key, strides) of state that does not lie row by row in its segment.
+        formats: how the elements of each segment are stored.
+        fingerprints: of the model's shards of each bucket, if the main params are not whole
+            without them; else empty.
     """
 
     format: int
@@ -74,6 +92,8 @@ class Manifest:
     buckets: tuple[tuple[int, tuple[int, ...], int], ...]
     resident: int | None
     strides: Strides = ()
+    formats: tuple[str, ...] = ()
+    fingerprints: tuple[tuple[int, ...], ...] = ()
 
     def to_json(self) -> str:
         """Return the text of the manifest, with a checksum of itself."""
@@ -88,8 +108,8 @@ def _checksum(document: dict[str, Any]) -> int:
 def _parse(path: Path) -> Manifest:
     try:
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if document["format"] not in (1, FORMAT):
-            raise StateStoreError(f"{path}: format {document['format']}, expected {FORMAT} or 1")
+        if document["format"] not in range(1, FORMAT + 1):
+            raise StateStoreError(f"{path}: format {document['format']}, expected 1 to {FORMAT}")
         if document.pop("checksum") != _checksum(document):
             raise StateStoreError(f"{path}: the checksum is wrong: the checkpoint is damaged")
         segments = tuple(document["segments"])
@@ -110,6 +130,8 @@ def _parse(path: Path) -> Manifest:
             buckets=tuple((b[0], sizes(b[1]), b[2]) for b in document["buckets"]),
             resident=document["resident"],
             strides=tuple((s[0], s[1], tuple(s[2])) for s in document.get("strides", ())),
+            formats=tuple(document.get("formats", (FP32.name,) * len(segments))),
+            fingerprints=tuple(tuple(each) for each in document.get("fingerprints", ())),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise StateStoreError(f"{path}: cannot be read as a manifest: {error!r}") from error
@@ -161,24 +183,26 @@ class PreparedSnapshot:
 def prepare_snapshot(
     directory: Path,
     layout: Layout,
-    file: StateFile,
+    extents: Extents,
     entries: Sequence[EntryRecord],
     step: int,
     resident: bytes | None,
     generation: str,
     strides: Strides = (),
+    fingerprints: tuple[tuple[int, ...], ...] = (),
 ) -> PreparedSnapshot:
-    """Write the data of a snapshot of ``file`` into ``directory``: all but a rename.
+    """Write the data of a snapshot into ``directory``: all but a rename.
 
     Args:
         directory: of this store alone; made if missing. An older snapshot in it stays valid.
-        layout: the buckets of the file.
-        file: what is copied; nobody may write to it meanwhile.
+        layout: the buckets.
+        extents: what is copied; nobody may change it meanwhile.
         entries: the shards, in layout order.
         step: the store's step counter.
         resident: serialized state of params that do not stream, or None.
         generation: letters and digits that no other save uses; the same on all ranks.
         strides: as in the manifest.
+        fingerprints: likewise.
 
     Raises:
         StateFileError: reading, writing or syncing the data failed; nothing of it is left.
@@ -195,9 +219,11 @@ def prepare_snapshot(
         buckets=(),
         resident=None if resident is None else zlib.crc32(resident),
         strides=strides,
+        formats=tuple(each.name for each in layout.formats),
+        fingerprints=fingerprints,
     )
     try:
-        manifest = replace(manifest, buckets=_copy_state(directory, layout, file, generation))
+        manifest = replace(manifest, buckets=_copy_state(directory, layout, extents, generation))
         if resident is not None:
             _write_durably(_resident_path(directory, generation), resident)
         _write_durably(_pending_path(directory, generation), manifest.to_json().encode())
@@ -208,21 +234,24 @@ def prepare_snapshot(
     return PreparedSnapshot(directory, manifest)
 
 
+def _snapshot_nbytes(layout: Layout) -> int:
+    """Return the size of the file: at least a page, since a state file is never empty."""
+    return max(layout.nbytes, ALIGN_BYTES)
+
+
 def _copy_state(
-    directory: Path, layout: Layout, file: StateFile, generation: str
+    directory: Path, layout: Layout, extents: Extents, generation: str
 ) -> tuple[tuple[int, tuple[int, ...], int], ...]:
-    """Copy the file, and return what the manifest says of its buckets."""
-    buckets = []
-    copy = StateFile.create(_state_path(directory, generation), layout.file_nbytes)
+    """Copy all extents, and return what the manifest says of the buckets."""
+    copy = StateFile.create(_state_path(directory, generation), _snapshot_nbytes(layout))
     try:
-        buffer = bytearray(_CHUNK)
+        buckets = []
+        buffer = page_aligned(_CHUNK)
         for bucket in layout.buckets:
             checksum = 0
-            for offset in range(bucket.offset, bucket.offset + bucket.nbytes, _CHUNK):
-                size = min(_CHUNK, bucket.offset + bucket.nbytes - offset)
-                piece = memoryview(buffer)[:size]
-                file.read_into(offset, piece)
-                copy.write_from(offset, piece)
+            for start, piece in _pieces(bucket, buffer):
+                extents.read_into(bucket, start, piece)
+                copy.write_from(bucket.offset + start, piece)
                 checksum = zlib.crc32(piece, checksum)
             buckets.append((bucket.offset, bucket.numels, checksum))
         copy.sync()
@@ -230,6 +259,12 @@ def _copy_state(
     finally:
         copy.close()
     return tuple(buckets)
+
+
+def _pieces(bucket: Bucket, buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Yield (start, room for the bytes from there) until the extent is through."""
+    for start in range(0, bucket.nbytes, buffer.nbytes):
+        yield start, buffer[: bucket.nbytes - start]
 
 
 def _make_directory(directory: Path) -> None:
@@ -263,14 +298,14 @@ def _write_durably(path: Path, content: bytes) -> None:
 
 
 def load_snapshot(
-    directory: Path, layout: Layout, file: StateFile, entries: Sequence[EntryRecord]
+    directory: Path, layout: Layout, extents: Extents, entries: Sequence[EntryRecord]
 ) -> tuple[Manifest, bytes | None]:
-    """Restore ``file`` from the snapshot in ``directory``.
+    """Restore all extents from the snapshot in ``directory``.
 
     Args:
         directory: where `commit_snapshot` left one.
-        layout: the buckets of the file.
-        file: what is overwritten. After an error its content is undefined.
+        layout: the buckets.
+        extents: what is overwritten. After an error their content is undefined.
         entries: the shards this rank has now.
 
     Returns:
@@ -282,16 +317,15 @@ def load_snapshot(
     """
     manifest = _parse(directory / MANIFEST)
     _check_same(directory, manifest, layout, entries)
-    copy = StateFile.open_existing(_state_path(directory, manifest.generation), layout.file_nbytes)
+    path = _state_path(directory, manifest.generation)
+    copy = StateFile.open_existing(path, _snapshot_nbytes(layout))
     try:
-        buffer = bytearray(_CHUNK)
+        buffer = page_aligned(_CHUNK)
         for bucket, (_, _, expected) in zip(layout.buckets, manifest.buckets, strict=True):
             checksum = 0
-            for offset in range(bucket.offset, bucket.offset + bucket.nbytes, _CHUNK):
-                size = min(_CHUNK, bucket.offset + bucket.nbytes - offset)
-                piece = memoryview(buffer)[:size]
-                copy.read_into(offset, piece)
-                file.write_from(offset, piece)
+            for start, piece in _pieces(bucket, buffer):
+                copy.read_into(bucket.offset + start, piece)
+                extents.write_from(bucket, start, piece)
                 checksum = zlib.crc32(piece, checksum)
             if checksum != expected:
                 raise StateStoreError(
@@ -318,6 +352,13 @@ def _check_same(
             f"{', '.join(layout.segments)}: it was saved with another optimizer; load it with the "
             "same --optimizer, or with --no-load-optim to start afresh from its weights"
         )
+    formats = tuple(each.name for each in layout.formats)
+    if manifest.formats != formats:
+        raise StateStoreError(
+            f"{directory}: was saved as {_formats(manifest.segments, manifest.formats)}, expected "
+            f"{_formats(layout.segments, formats)}; load it with the same "
+            "--stream-optimizer-state-main-storage and --stream-optimizer-state-moment-dtype"
+        )
     if manifest.entries != tuple(entries):
         ours, theirs = set(entries), set(manifest.entries)
         example = next(iter(ours ^ theirs), "their order")
@@ -332,3 +373,7 @@ def _check_same(
             f"{directory}: was saved with other buckets, or with state of other sizes; load it "
             "with the same --stream-optimizer-state-bucket-numel and optimizer"
         )
+
+
+def _formats(segments: Sequence[str], formats: Sequence[str]) -> str:
+    return ", ".join(f"{segment} {name}" for segment, name in zip(segments, formats, strict=True))

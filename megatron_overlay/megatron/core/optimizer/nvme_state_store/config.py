@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .formats import main_format, moment_format
+
 DEFAULT_BUCKET_NUMEL = 200_000_000
 """Elements over all slots: 2.4 GB of FP32 main params and two moments on the device."""
+NUM_DEVICE_SLOTS = 4
+"""One each for upload, update and download, and one that is between two of them."""
+MIN_HOST_SLOTS = 4
+"""So that reads and writes are always under way while a bucket is on the device."""
+NUM_READERS = NUM_WRITERS = 4
+"""Threads of a directory (measured on a virtual disk: 2 to 16 make no difference; on tmpfs: 4 move
+twice what one does)."""
+IO_KINDS = ("auto", "direct", "buffered")
+ENGINES = ("threads", "sync")
+GB = 10**9
 
 _ON = "--stream-optimizer-state-to-disk"
 
@@ -18,17 +31,47 @@ class StoreConfig:
     """Validated settings of a store.
 
     Attributes:
-        directory: base directory below which each rank makes its private one.
-        bucket_numel: cap of a bucket in elements, over all slots together.
+        directories: base directories below which each rank makes its private ones; buckets of the
+            disk tier are striped over them.
+        bucket_numel: cap of a bucket in elements.
+        moment_dtype: one of `formats.MOMENT_DTYPES`.
+        main_storage: one of `formats.MAIN_STORAGES`.
+        host_bytes: pinned memory of this rank for buckets that stay there; None: what is free.
+        device_bytes: device memory likewise.
+        ahead_bytes: pinned memory for reads ahead of a step and writes behind it.
+        io: one of `IO_KINDS`.
+        chunk_bytes: largest transfer of one call.
+        engine: one of `ENGINES`.
+        num_readers: threads of a directory that read.
+        num_writers: threads of a directory that write.
     """
 
-    directory: Path
-    bucket_numel: int = DEFAULT_BUCKET_NUMEL
+    directories: tuple[Path, ...]
+    bucket_numel: int = DEFAULT_BUCKET_NUMEL // NUM_DEVICE_SLOTS
+    moment_dtype: str = "fp32"
+    main_storage: str = "fp32"
+    host_bytes: int | None = 0
+    device_bytes: int | None = 0
+    ahead_bytes: int = 0
+    io: str = "auto"
+    chunk_bytes: int = 8 << 20
+    engine: str = "threads"
+    num_readers: int = NUM_READERS
+    num_writers: int = NUM_WRITERS
 
 
 def default_directory() -> Path:
     """Return ``$SCRATCH`` or ``/scratch``, with a directory of this user's below it."""
     return Path(os.environ.get("SCRATCH") or "/scratch") / f"megatron_optimizer_state_{os.getuid()}"
+
+
+def gigabytes(text: str) -> float | str:
+    """Parse a budget of the command line: a number of GB, or ``auto``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    return text if text == "auto" else float(text)
 
 
 def store_config(config: Any) -> StoreConfig:
@@ -37,18 +80,65 @@ def store_config(config: Any) -> StoreConfig:
     Raises:
         ValueError: a value is not usable.
     """
-    chosen = config.stream_optimizer_state_dir
-    if chosen and "," in chosen:
-        raise ValueError(
-            f"--stream-optimizer-state-dir {chosen}: several directories are not supported yet; "
-            "give one"
-        )
     numel = config.stream_optimizer_state_bucket_numel
-    if not isinstance(numel, int) or numel < 1:
+    if not _is_whole(numel) or numel < 1:
         raise ValueError(
             f"--stream-optimizer-state-bucket-numel {numel}: expected a positive number of elements"
         )
-    return StoreConfig(Path(chosen) if chosen else default_directory(), numel)
+    chunk = config.stream_optimizer_state_chunk_mb
+    if not _is_whole(chunk) or chunk < 1:
+        raise ValueError(
+            f"--stream-optimizer-state-chunk-mb {chunk}: expected a positive number of MiB"
+        )
+    main_format(config.stream_optimizer_state_main_storage)
+    moment_format("exp_avg", config.stream_optimizer_state_moment_dtype)
+    return StoreConfig(
+        directories=_directories(config.stream_optimizer_state_dir),
+        bucket_numel=max(numel // NUM_DEVICE_SLOTS, 1),
+        moment_dtype=config.stream_optimizer_state_moment_dtype,
+        main_storage=config.stream_optimizer_state_main_storage,
+        host_bytes=_budget("host-gb", config.stream_optimizer_state_host_gb),
+        device_bytes=_budget("device-gb", config.stream_optimizer_state_device_gb),
+        ahead_bytes=_bytes("ahead-gb", config.stream_optimizer_state_ahead_gb, "a number of GB"),
+        io=_choice("io", config.stream_optimizer_state_io, IO_KINDS),
+        chunk_bytes=chunk << 20,
+        engine=_choice("engine", config.stream_optimizer_state_engine, ENGINES),
+    )
+
+
+def _directories(chosen: str | None) -> tuple[Path, ...]:
+    if not chosen:
+        return (default_directory(),)
+    directories = tuple(Path(each) for each in chosen.split(",") if each)
+    if len({os.path.realpath(each) for each in directories}) != chosen.count(",") + 1:
+        raise ValueError(
+            f"--stream-optimizer-state-dir {chosen}: expected different directories, separated by "
+            "single commas"
+        )
+    return directories
+
+
+def _budget(flag: str, value: Any) -> int | None:
+    return None if value == "auto" else _bytes(flag, value, "a number of GB, or auto")
+
+
+def _bytes(flag: str, value: Any, expected: str) -> int:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < math.inf:
+        raise ValueError(f"--stream-optimizer-state-{flag} {value}: expected {expected}")
+    return int(value * GB)
+
+
+def _choice(flag: str, value: Any, accepted: tuple[str, ...]) -> str:
+    if value not in accepted:
+        raise ValueError(
+            f"--stream-optimizer-state-{flag} {value}: expected one of {', '.join(accepted)}"
+        )
+    return str(value)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 # Field of OptimizerConfig, why it is refused, and what to do instead. What they must be called:
@@ -111,6 +201,11 @@ def validate_optimizer_config(config: Any) -> None:
         raise ValueError(
             f"{_ON} needs 16-bit params: with FP32 params there are no main params to stream; add "
             "--bf16 or --fp16"
+        )
+    if config.stream_optimizer_state_main_storage == "split" and not config.bf16:
+        raise ValueError(
+            "--stream-optimizer-state-main-storage split needs --bf16: the model params are to be "
+            "the upper half of the main params; use fp32"
         )
     for name, reason, cure in _REFUSED:
         if getattr(config, name):

@@ -13,7 +13,13 @@ from .checkpoint import EntryRecord
 from .model_shards import Entry
 from .quantised_params import in_sixteen_bits, quantised, require_known
 from .resident import Resident
-from .streamed_optimizer import StreamedOptimizer, param_names, refuse, require_known_ddp
+from .streamed_optimizer import (
+    StreamedOptimizer,
+    log_grad_copies,
+    param_names,
+    refuse,
+    require_known_ddp,
+)
 
 
 class StreamedDistributedOptimizer(StreamedOptimizer, DistributedOptimizer):
@@ -25,9 +31,12 @@ class StreamedDistributedOptimizer(StreamedOptimizer, DistributedOptimizer):
             return
         require_known_ddp(self.ddp_config)
         # Also those of which this rank has no part, so that all ranks refuse.
-        require_known(param for buffer in self.buffers for param in buffer.params)
+        params = (param for buffer in self.buffers for param in buffer.params)
+        require_known(params, config.stream_optimizer_state_main_storage)
         self._streamed_params: list[torch.nn.Parameter] = []
-        self._stream(self._entries(), self._residents(), self.data_parallel_group)
+        entries = self._entries()
+        log_grad_copies(self.ddp_config, entries)
+        self._stream(entries, self._residents(), self.data_parallel_group)
 
     # ---------------------------------------------------------------------- what the store is told
 

@@ -7,25 +7,29 @@ next step, silently. So the store remembers a fingerprint of what it published a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 
 import torch
 
-_ROW = 2048
-PIECE_NUMEL = _ROW * 2048
-"""Elements summed at once. CUDA's reductions first widen a whole int16 input to int64 (measured on
-an H200: 12 bytes of temporaries an element), so an unbounded shard would need several slots."""
+_LANE_BYTES = 8
+_ROW_BYTES = 2048 * _LANE_BYTES
+PIECE_BYTES = 16384 * _ROW_BYTES
+"""Bytes that are summed at once, as a table of lanes."""
+COPY_BYTES = 2048 * _ROW_BYTES
+"""Bytes of it that are copied at once, if it does not begin at a multiple of 8."""
 
 
 def fingerprint(shards: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return two int64 numbers that depend on every bit of the shards and on its position.
 
-    Sums wrap around, and integer sums do not depend on their order: the result is the same on
-    every run. Rows and columns are weighted, so that moved elements are noticed, too. Temporaries
-    are at most 12 bytes for each of `PIECE_NUMEL` elements: 50 MB.
+    Bytes are summed eight at a time, as they lie: CUDA's reductions widen smaller integers first,
+    which takes twelve bytes of temporaries for two. Sums wrap around, and integer sums do not
+    depend on their order: the result is the same on every run. Rows and columns are weighted, so
+    that moved elements are noticed, too. Temporaries are at most `COPY_BYTES` (34 MB).
 
     Args:
-        shards: flat tensors of a 16-bit dtype, or of bytes, on one device.
+        shards: flat contiguous tensors of a 16-bit dtype, or of bytes, on one device.
 
     Returns:
         Tensor of shape (2,), int64, on the shards' device; zeros if there are none.
@@ -33,27 +37,46 @@ def fingerprint(shards: Sequence[torch.Tensor]) -> torch.Tensor:
     total: torch.Tensor | None = None
     position = 0
     for shard in shards:
-        # Bytes stay bytes: a shard of them may start and end anywhere.
-        flat = shard.detach() if shard.dtype == torch.uint8 else shard.detach().view(torch.int16)
-        for bits in torch.split(flat, PIECE_NUMEL):
-            position += 1
-            weighted = _mix(bits) * (2 * position + 1)
-            total = weighted if total is None else total + weighted
+        for piece in torch.split(shard.detach().view(torch.uint8), PIECE_BYTES):
+            for numbers in _mix(piece):
+                position += 1
+                weighted = numbers * (2 * position + 1)
+                total = weighted if total is None else total + weighted
     return torch.zeros(2, dtype=torch.int64) if total is None else total
 
 
-def _mix(bits: torch.Tensor) -> torch.Tensor:
-    """Return the two numbers of one piece, int16 or uint8 and flat."""
-    whole = bits.numel() // _ROW * _ROW
-    table, rest = bits[:whole].view(-1, _ROW), bits[whole:]
-    by_row = table.sum(dim=1, dtype=torch.int64)
-    by_column = table.sum(dim=0, dtype=torch.int64)
-    rows = torch.arange(1, by_row.numel() + 1, device=bits.device)
-    columns = torch.arange(1, _ROW + 1, device=bits.device)
-    tail = (rest.to(torch.int64) * columns[: rest.numel()]).sum()
-    return torch.stack(
-        [
-            (by_row * (2 * rows + 1)).sum() + tail,
-            (by_column * (2 * columns + 1)).sum() + 31 * rest.sum(dtype=torch.int64),
-        ]
-    )
+def _mix(piece: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield two numbers each of the rows of a piece, of what is less than a row, and than a lane.
+
+    Few kernels: a bucket's fingerprint is limited by their launches.
+    """
+    rows = piece.numel() // _ROW_BYTES * _ROW_BYTES
+    lanes = piece.numel() // _LANE_BYTES * _LANE_BYTES
+    if rows:
+        by_row, by_column = [], None
+        is_aligned = piece.data_ptr() % _LANE_BYTES == 0
+        for part in (piece[:rows],) if is_aligned else torch.split(piece[:rows], COPY_BYTES):
+            table = (part if is_aligned else part.clone()).view(torch.int64)
+            table = table.view(-1, _ROW_BYTES // _LANE_BYTES)
+            by_row.append(table.sum(dim=1))
+            sums = table.sum(dim=0)
+            by_column = sums if by_column is None else by_column + sums
+        assert by_column is not None, "there are rows"
+        yield torch.stack([_weighted(torch.cat(by_row)), _weighted(by_column)])
+    if lanes > rows:
+        rest = piece[rows:lanes].clone().view(torch.int64)
+        yield torch.stack([rest.sum(), _weighted(rest)])
+    if piece.numel() > lanes:
+        tail = piece[lanes:].to(torch.int64)
+        yield torch.stack([tail.sum(), _weighted(tail)])
+
+
+def _weighted(sums: torch.Tensor) -> torch.Tensor:
+    """Return the sum of int64 numbers, each times an odd number of its own; shape ()."""
+    return (sums * _weights(sums.device)[: sums.numel()]).sum()
+
+
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """Return odd numbers, as many as a piece has rows."""
+    return torch.arange(3, 2 * (PIECE_BYTES // _ROW_BYTES) + 3, 2, device=device)

@@ -20,7 +20,12 @@ from .checkpoint import EntryRecord
 from .model_shards import Entry
 from .quantised_params import is_quantised
 from .resident import Resident
-from .streamed_optimizer import StreamedOptimizer, param_names, require_known_ddp
+from .streamed_optimizer import (
+    StreamedOptimizer,
+    log_grad_copies,
+    param_names,
+    require_known_ddp,
+)
 
 
 def streamed_float16_optimizer(
@@ -65,7 +70,11 @@ class StreamedFloat16Optimizer(StreamedOptimizer, Float16OptimizerWithFloat16Par
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         peers = [_peers(group, pg_collection) for group in self.optimizer.param_groups]
-        self._stream(self._entries(names), self._residents(names), None, peers)
+        entries = self._entries(names)
+        for chunk in model_chunks[:1]:  # all are wrapped alike
+            if hasattr(chunk, "ddp_config"):
+                log_grad_copies(chunk.ddp_config, entries)
+        self._stream(entries, self._residents(names), None, peers)
 
     def _entries(self, names: dict[torch.nn.Parameter, str]) -> list[Entry]:
         return [

@@ -1,12 +1,14 @@
 """Where every element of the state lies: entries -> buckets -> segments -> byte extents.
 
-Integers only. A rank's main-param shards (*entries*) are laid end to end and cut into *buckets*. In
-the file a bucket is one extent: its main params, then each tensor of the optimizer's state
-(*segments*), each starting at a multiple of 4096 bytes. Adam's:
+Integers only. A rank's main-param shards (*entries*) are laid end to end and cut into *buckets*. A
+bucket is one extent of bytes: its main params, then each tensor of the optimizer's state
+(*segments*), each starting at a multiple of 4096 bytes, in the format of its kind (`formats`).
+Offsets are those in a snapshot; where a bucket lives during a run is another matter (`placement`).
+Adam's:
 
     entries   |---- a ----||-- b --||----------- c -----------|
     buckets   |------- 0 -------||------- 1 -------||--- 2 ---|
-    file      |main 0|exp_avg 0|exp_avg_sq 0|main 1|exp_avg 1|exp_avg_sq 1|main 2| ...
+    extents   |main 0|exp_avg 0|exp_avg_sq 0|main 1|exp_avg 1|exp_avg_sq 1|main 2| ...
 
 `make_layout` cuts inside an entry, because one embedding can exceed any slot and an elementwise
 optimizer does not care. `make_whole_layout` keeps entries whole, for optimizers that look at
@@ -23,11 +25,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from .formats import FP32, Format
+
 ALIGN_NUMEL = 64
 """Alignment of slices, in elements: 256 bytes of FP32, 128 of BF16."""
 ALIGN_BYTES = 4096
 """Alignment of segments in the file: what direct I/O needs on every disk in use."""
-FLOAT32_BYTES = 4
 MAIN = 0
 """Index of the segment of main params, in every layout."""
 MAIN_NAME = "main"
@@ -80,7 +83,7 @@ class Bucket:
     Attributes:
         index: position in the layout.
         slices: what it holds, in order.
-        offset: start of its extent in the file, in bytes.
+        offset: start of its extent in a snapshot, in bytes.
         numels: elements of each segment, with the padding between slices.
         starts: byte offset of each segment in the extent, and the size of the extent.
     """
@@ -98,7 +101,7 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Size of its extent in the file."""
+        """Size of its extent."""
         return self.starts[-1]
 
 
@@ -107,35 +110,38 @@ class Layout:
     """All buckets of a store.
 
     Attributes:
-        segments: names: `MAIN_NAME`, then the keys of the optimizer's state; FP32 each.
+        segments: names: `MAIN_NAME`, then the keys of the optimizer's state.
+        formats: how the elements of each are stored.
         buckets: in the order in which a step walks them.
         nbytes: bytes of all buckets; zero if this rank has no part of any param.
         slot_numels: elements of the largest bucket, for each segment: what a slot must hold.
     """
 
     segments: tuple[str, ...]
+    formats: tuple[Format, ...]
     buckets: tuple[Bucket, ...]
     nbytes: int
     slot_numels: tuple[int, ...]
 
     @property
-    def file_nbytes(self) -> int:
-        """Size of the file: it has at least one page, since a state file is never empty."""
-        return max(self.nbytes, ALIGN_BYTES)
-
-    @property
     def slot_nbytes(self) -> int:
-        """Bytes of the largest bucket: what a host slot must hold."""
+        """Bytes of the largest bucket: what a slot must hold."""
         return max((bucket.nbytes for bucket in self.buckets), default=0)
 
 
-def make_layout(numels: Sequence[int], bucket_numel: int, state_keys: Sequence[str]) -> Layout:
+def make_layout(
+    numels: Sequence[int],
+    bucket_numel: int,
+    state_keys: Sequence[str],
+    formats: Sequence[Format] | None = None,
+) -> Layout:
     """Lay out entries that may be cut.
 
     Args:
         numels: elements of each entry; zero is allowed (this rank has no part of a param).
         bucket_numel: cap of a bucket in elements; rounded up to `ALIGN_NUMEL`.
         state_keys: the tensors that the optimizer keeps of each param, each as large as the param.
+        formats: how main params and each of these tensors are stored; None: FP32.
 
     Returns:
         The layout; every element of every entry lies in exactly one slice.
@@ -149,7 +155,7 @@ def make_layout(numels: Sequence[int], bucket_numel: int, state_keys: Sequence[s
         [Slice(entry, start, (Part(offset, numel),) * count) for entry, start, numel, offset in cut]
         for cut in _cut(numels, round_up(bucket_numel, ALIGN_NUMEL))
     ]
-    return _assemble(cuts, state_keys)
+    return _assemble(cuts, state_keys, formats)
 
 
 def make_whole_layout(
@@ -157,6 +163,7 @@ def make_whole_layout(
     groups: Sequence[int],
     bucket_numel: int,
     state_keys: Sequence[str],
+    formats: Sequence[Format] | None = None,
 ) -> Layout:
     """Lay out entries that stay whole.
 
@@ -167,6 +174,7 @@ def make_whole_layout(
         bucket_numel: cap of a bucket, counted in elements with two moments: all its segments
             together have at most ``3 * bucket_numel`` elements, unless it holds a single entry.
         state_keys: the tensors that the optimizer keeps of each param.
+        formats: how main params and each of these tensors are stored; None: FP32.
 
     Returns:
         The layout; every entry that has elements lies in exactly one slice.
@@ -192,7 +200,7 @@ def make_whole_layout(
         parts = tuple(Part(start, numel) for start, numel in zip(starts, sizes, strict=True))
         runs[-1].append(Slice(entry, 0, parts))
         ends = [part.offset + part.numel for part in parts]
-    return _assemble(runs, state_keys)
+    return _assemble(runs, state_keys, formats)
 
 
 def _require_sizes(bucket_numel: int, numels: Sequence[int]) -> None:
@@ -218,9 +226,14 @@ def _cut(numels: Sequence[int], cap: int) -> Iterator[list[tuple[int, int, int, 
         yield slices
 
 
-def _assemble(runs: Sequence[Sequence[Slice]], state_keys: Sequence[str]) -> Layout:
-    """Give each run of slices an extent in the file."""
+def _assemble(
+    runs: Sequence[Sequence[Slice]], state_keys: Sequence[str], formats: Sequence[Format] | None
+) -> Layout:
+    """Give each run of slices an extent."""
     segments = (MAIN_NAME, *state_keys)
+    formats = (FP32,) * len(segments) if formats is None else tuple(formats)
+    if len(formats) != len(segments):
+        raise ValueError(f"{len(formats)} formats for {len(segments)} segments")
     if len(set(segments)) != len(segments):
         raise ValueError(f"segments {', '.join(segments)} must have names of their own")
     buckets = []
@@ -228,7 +241,10 @@ def _assemble(runs: Sequence[Sequence[Slice]], state_keys: Sequence[str]) -> Lay
     for index, slices in enumerate(runs):
         last = slices[-1].parts
         numels = tuple(part.offset + part.numel for part in last)
-        sizes = [round_up(numel * FLOAT32_BYTES, ALIGN_BYTES) for numel in numels]
+        sizes = [
+            round_up(each.nbytes(numel), ALIGN_BYTES)
+            for each, numel in zip(formats, numels, strict=True)
+        ]
         starts = tuple(accumulate(sizes, initial=0))
         buckets.append(Bucket(index, tuple(slices), offset, numels, starts))
         offset += buckets[-1].nbytes
@@ -236,4 +252,4 @@ def _assemble(runs: Sequence[Sequence[Slice]], state_keys: Sequence[str]) -> Lay
         max((bucket.numels[position] for bucket in buckets), default=0)
         for position in range(len(segments))
     )
-    return Layout(segments, tuple(buckets), offset, slot_numels)
+    return Layout(segments, formats, tuple(buckets), offset, slot_numels)

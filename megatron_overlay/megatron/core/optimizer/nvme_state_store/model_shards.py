@@ -9,10 +9,11 @@ import torch
 
 from .bucket_optimizer import ResidentSlice
 from .checkpoint import EntryRecord, Strides
+from .encoding import rounds_to
 from .errors import StateStoreError
 from .fingerprint import fingerprint
 from .layout import MAIN, Bucket
-from .staging import DeviceSlot
+from .staging import ResidentBucket
 
 E4M3_RELATIVE, E4M3_ABSOLUTE = 1.02 / 16, 2.0**-10 / 112
 """Bound of the error of an 8-bit value, relative to itself and to the largest of its shard: half a
@@ -109,9 +110,9 @@ class ModelShards:
             # What a reader of norms may use instead of the evicted storage: shape (1,), on device.
             entry.main.nvme_l2_norm = self._norms[index : index + 1]  # type: ignore[attr-defined]
 
-    def fill(self, bucket: Bucket, device: DeviceSlot, copy_fn: CopyFn | None) -> None:
+    def fill(self, bucket: Bucket, resident: ResidentBucket, copy_fn: CopyFn | None) -> None:
         """Fill the main params of a bucket from the model's shards, or from ``copy_fn``."""
-        main = device.segment(bucket, MAIN)
+        main = resident.segment(bucket, MAIN)
         for piece in bucket.slices:
             out = main[piece.offset : piece.offset + piece.numel]
             if copy_fn is None:
@@ -119,7 +120,7 @@ class ModelShards:
                 out.copy_(values[piece.start : piece.start + piece.numel])
             else:
                 copy_fn(piece.entry, piece.start, out)
-        self._remember_norms(bucket, device)
+        self._remember_norms(bucket, resident)
         self.remember(bucket)
 
     def release_initial_values(self) -> None:
@@ -128,24 +129,55 @@ class ModelShards:
             if entry.quantised is not None:
                 entry.quantised.release()
 
-    def check(self, bucket: Bucket) -> None:
+    def check(self, buckets: Sequence[Bucket]) -> None:
         """Raise a `StateStoreError` if the model's shards are not those last published.
 
-        Or if one of them has no gradient.
+        Or if one of them has no gradient. Waits for the device once, not for each bucket.
         """
-        now = self._fingerprint(bucket)
-        if not torch.equal(now, self._fingerprints[bucket.index]):
-            names = sorted({self.entries[piece.entry].record.name for piece in bucket.slices})
+        changed = self._changed(buckets, [self._fingerprints[each.index] for each in buckets])
+        if changed is not None:
             raise StateStoreError(
-                f"bucket {bucket.index} ({', '.join(names)}): the model params are not those the "
-                "store published: something replaced them without refreshing the main params; "
-                "call reload_model_params() after loading weights"
+                f"{self._named(changed)}: the model params are not those the store published: "
+                "something replaced them without refreshing the main params; call "
+                "reload_model_params() after loading weights"
             )
-        for piece in bucket.slices:
-            if self.entries[piece.entry].main.grad is None:
-                raise StateStoreError(f"{self.entries[piece.entry].record.name} has no gradient")
+        for bucket in buckets:
+            for piece in bucket.slices:
+                if self.entries[piece.entry].main.grad is None:
+                    raise StateStoreError(
+                        f"{self.entries[piece.entry].record.name} has no gradient"
+                    )
 
-    def slices(self, bucket: Bucket, device: DeviceSlot) -> list[ResidentSlice]:
+    def fingerprints(self, buckets: Sequence[Bucket]) -> tuple[tuple[int, ...], ...]:
+        """Return what is known of the shards, as numbers that another run can compare."""
+        return tuple(tuple(self._fingerprints[each.index].tolist()) for each in buckets)
+
+    def require(self, buckets: Sequence[Bucket], saved: Sequence[Sequence[int]]) -> None:
+        """Raise a `StateStoreError` if the model's shards are not those of a snapshot.
+
+        ``split`` main params would come out as other numbers.
+        """
+        known = [torch.tensor(each, dtype=torch.int64, device=self._norms.device) for each in saved]
+        changed = self._changed(buckets, known)
+        if changed is not None:
+            raise StateStoreError(
+                f"{self._named(changed)}: the model params are not those that were saved with the "
+                "optimizer state: weights and optimizer state are of different checkpoints"
+            )
+
+    def _changed(self, buckets: Sequence[Bucket], known: Sequence[torch.Tensor]) -> Bucket | None:
+        """Return the first bucket whose shards have another fingerprint."""
+        if not buckets:
+            return None
+        now = torch.stack([self._fingerprint(bucket) for bucket in buckets])
+        differs = (now != torch.stack(list(known))).any(dim=1).tolist()
+        return next((each for each, changed in zip(buckets, differs, strict=True) if changed), None)
+
+    def _named(self, bucket: Bucket) -> str:
+        names = sorted({self.entries[piece.entry].record.name for piece in bucket.slices})
+        return f"bucket {bucket.index} ({', '.join(names)})"
+
+    def slices(self, bucket: Bucket, resident: ResidentBucket) -> list[ResidentSlice]:
         """Return the slices of a bucket that was checked, with their gradients, for the update."""
         slices = []
         for piece in bucket.slices:
@@ -153,17 +185,17 @@ class ModelShards:
             assert entry.main.grad is not None, "checked"
             grad = entry.main.grad.view(-1)[piece.start : piece.start + piece.numel]
             tensors = [
-                device.segment(bucket, index)[part.offset : part.offset + part.numel]
+                resident.segment(bucket, index)[part.offset : part.offset + part.numel]
                 for index, part in enumerate(piece.parts)
             ]
             if self._shapes is not None:
                 shapes = self._shapes[piece.entry]
                 grad = grad.view(shapes[MAIN])
                 tensors = [each.view(shape) for each, shape in zip(tensors, shapes, strict=True)]
-            moments = dict(zip(device.segments, tensors, strict=True))
+            moments = dict(zip(resident.segments, tensors, strict=True))
             for key, strides in self._strides.get(piece.entry, {}).items():
                 moments[key] = moments[key].as_strided(moments[key].shape, strides)
-            main = moments.pop(device.segments[MAIN])
+            main = moments.pop(resident.segments[MAIN])
             slices.append(ResidentSlice(entry.group, entry.main, main, grad, moments))
         return slices
 
@@ -200,18 +232,20 @@ class ModelShards:
             else:
                 self._strides.pop(piece.entry, None)
 
-    def publish(self, bucket: Bucket, device: DeviceSlot) -> None:
+    def publish(self, bucket: Bucket, resident: ResidentBucket) -> None:
         """Round the main params of a bucket into the model's shards, or park them for the cast.
 
         What is parked is not remembered before `remember_quantised`.
         """
-        main = device.segment(bucket, MAIN)
+        main = resident.segment(bucket, MAIN)
+        targets, sources = [], []
         for piece in bucket.slices:
             entry = self.entries[piece.entry]
             target = entry.model_shard() if entry.quantised is None else entry.parked()
-            where = slice(piece.start, piece.start + piece.numel)
-            target[where].copy_(main[piece.offset : piece.offset + piece.numel])
-        self._remember_norms(bucket, device)
+            targets.append(target[piece.start : piece.start + piece.numel])
+            sources.append(main[piece.offset : piece.offset + piece.numel])
+        torch._foreach_copy_(targets, sources)
+        self._remember_norms(bucket, resident)
         if not self._has_quantised(bucket):
             self.remember(bucket)
 
@@ -221,14 +255,14 @@ class ModelShards:
             if self._has_quantised(bucket):
                 self.remember(bucket)
 
-    def compare(self, bucket: Bucket, device: DeviceSlot) -> None:
+    def compare(self, bucket: Bucket, resident: ResidentBucket) -> None:
         """Raise a `StateStoreError` if the main params of a bucket are not the model's.
 
         They must round to 16-bit shards. Quantised ones can't be compared exactly: to cast them
         again would need the whole param. So weights of another run are found, weights of a step
         before or after this one are not.
         """
-        main = device.segment(bucket, MAIN)
+        main = resident.segment(bucket, MAIN)
         for piece in bucket.slices:
             entry = self.entries[piece.entry]
             where = slice(piece.start, piece.start + piece.numel)
@@ -247,8 +281,18 @@ class ModelShards:
                     f"the main params of {entry.record.name} do not round to its model params: "
                     "weights and optimizer state are of different checkpoints"
                 )
-        self._remember_norms(bucket, device)
+        self._remember_norms(bucket, resident)
         self.remember(bucket)
+
+    def rounds(self, bucket: Bucket, resident: ResidentBucket) -> torch.Tensor:
+        """Return whether the main params of a bucket round to its 16-bit shards: shape (), bool."""
+        main = resident.segment(bucket, MAIN)
+        flags = []
+        for piece in bucket.slices:
+            shard = self.entries[piece.entry].model_shard()
+            ours = main[piece.offset : piece.offset + piece.numel]
+            flags.append(rounds_to(ours, shard[piece.start : piece.start + piece.numel]))
+        return torch.stack(flags).all()
 
     def remember(self, bucket: Bucket) -> None:
         """Keep the fingerprint of what the model has."""
@@ -266,9 +310,11 @@ class ModelShards:
     def _has_quantised(self, bucket: Bucket) -> bool:
         return any(self.entries[piece.entry].quantised is not None for piece in bucket.slices)
 
-    def _remember_norms(self, bucket: Bucket, device: DeviceSlot) -> None:
-        main = device.segment(bucket, MAIN)
-        for piece in bucket.slices:
-            norm = torch.linalg.vector_norm(main[piece.offset : piece.offset + piece.numel])
+    def _remember_norms(self, bucket: Bucket, resident: ResidentBucket) -> None:
+        main = resident.segment(bucket, MAIN)
+        norms = torch._foreach_norm(
+            [main[piece.offset : piece.offset + piece.numel] for piece in bucket.slices]
+        )
+        for piece, norm in zip(bucket.slices, norms, strict=True):
             known = self._norms[piece.entry]
             known.copy_(norm if piece.start == 0 else torch.hypot(known, norm))

@@ -9,6 +9,7 @@ from megatron.core.fp4_utils import is_nvfp4tensor
 from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 
 from ..distrib_optimizer import DistributedOptimizer
+from .formats import SPLIT
 from .model_shards import Quantised
 
 SCALES = {"Float8Tensor": "_scale_inv", "Float8BlockwiseQTensor": "_rowwise_scale_inv"}
@@ -21,15 +22,20 @@ def is_quantised(param: torch.Tensor) -> bool:
     return bool(DistributedOptimizer._is_distopt_quantized_param(param) or is_nvfp4tensor(param))
 
 
-def require_known(params: Iterable[torch.Tensor]) -> None:
+def require_known(params: Iterable[torch.Tensor], main_storage: str) -> None:
     """Refuse quantised params of which it was not shown that streaming casts them as stock does.
 
     Raises:
         ValueError: MXFP8 shares the gradients' memory, NVFP4 has two values in a byte, and what a
-            recipe of one's own does is unknown.
+            recipe of one's own does is unknown. ``split`` main params need the others' 16 bits.
     """
     for param in params:
         kind = type(param).__name__
+        if is_quantised(param) and main_storage == SPLIT.name:
+            raise ValueError(
+                f"--stream-optimizer-state-main-storage split cannot be used with params of class "
+                f"{kind}: they are not the upper half of the main params; use fp32"
+            )
         if is_quantised(param) and kind not in SCALES:
             raise ValueError(
                 f"--stream-optimizer-state-to-disk cannot be used with params of class {kind}: "

@@ -10,7 +10,6 @@ import math
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,17 +18,22 @@ import torch.distributed as dist
 from . import checkpoint
 from .agreement import agree, agreed_error, gather
 from .bucket_optimizer import update_params, update_slices
-from .config import StoreConfig
-from .errors import StateFileError, StateStoreError
-from .io_engine import IoCounters, SyncEngine
+from .budgets import Budgets
+from .casting import Casts
+from .config import GB, MIN_HOST_SLOTS, NUM_DEVICE_SLOTS, StoreConfig
+from .errors import StateStoreError
+from .formats import FP32, main_format, moment_format
+from .homes import Homes
+from .io_engine import IoCounters
 from .layout import MAIN, Bucket, Layout, make_layout, make_whole_layout
 from .model_shards import CopyFn, Entry, ModelShards
 from .optimizer_state import InitStateFn, discover_state, state_shapes
-from .pipeline import Stages, run_step
-from .rank_directory import RankDirectory
+from .pinned import PinnedBytes
+from .pipeline import Pipeline, Stages, run_step
+from .placement import Placement, Tier, place_buckets
+from .report import StepReport
 from .resident import Resident, resident_state, set_resident_state
-from .staging import DeviceSlot, HostSlot, device_slot
-from .state_file import StateFile
+from .staging import ResidentBucket, Staging
 
 logger = logging.getLogger(__name__)
 
@@ -52,20 +56,22 @@ class State(enum.Enum):
 
 
 class OptimizerStateStore:
-    """FP32 main params and optimizer state of one optimizer, in a file of this rank.
+    """FP32 main params and optimizer state of one optimizer: on disk, and by budget in memory.
 
     The four methods that frameworks drive are `step`, `refresh_main_from_model_params`, `save_to`
     and `load_from`. Each is collective over ``group``: if it fails on one rank it raises the same
     `StateStoreError` on all. Without a group (stores of whole params) it raises on that rank
     alone, and who drives the store agrees with the other ranks: `StreamedChainedOptimizer` does,
     in its `step`, `reload_model_params`, `save_stores` and `load_stores`, which serve all stores of
-    a rank. Everything runs on the caller's thread and current stream.
+    a rank. Called from one thread. `step` returns when every model param is published; what it
+    writes to disk goes on behind it, and what fails there is raised by the next call.
 
     Attributes:
         steps: optimizer steps made, also in runs before.
         generation: the save that was saved or loaded last.
         keys: what state the optimizer's class keeps.
-        layout: where it lies in the file.
+        layout: its buckets.
+        last_step: what the last step did.
 
     Args:
         config: validated settings.
@@ -102,14 +108,17 @@ class OptimizerStateStore:
         self.generation = ""
         self.entries = tuple(entries)
         self.resident = tuple(resident)
+        self.last_step = StepReport()
         is_whole = peers is not None
         self.keys = discover_state(optimizer, device, init_state_fn, is_whole=is_whole)
         self.layout: Layout
         self._peers: Sequence[Sequence[dist.ProcessGroup]]
         self._shapes = self._shapes_of_entries(optimizer, init_state_fn)
+        formats = [main_format(config.main_storage)]
+        formats += [moment_format(key, config.moment_dtype) for key in self.keys.tensors]
         if self.keys.is_elementwise:
             numels = [entry.record.numel for entry in self.entries]
-            self.layout = make_layout(numels, config.bucket_numel, self.keys.tensors)
+            self.layout = make_layout(numels, config.bucket_numel, self.keys.tensors, formats)
             self._shards = ModelShards(self.entries, device)
             self._peers = ((),) * len(optimizer.param_groups)
         else:
@@ -118,19 +127,21 @@ class OptimizerStateStore:
                 [entry.group for entry in self.entries],
                 config.bucket_numel,
                 self.keys.tensors,
+                formats,
             )
             self._shards = ModelShards(self.entries, device, self._shapes)
             self._peers = peers or ()
+        self._casts = Casts(self.layout, self.entries)
         self._config = config
         self._optimizer = optimizer
         self._group = group
         self._device = device
         self._state = State.EMPTY
         self._failure = ""
-        self._directory: RankDirectory | None = None
-        self._file: StateFile | None = None
-        self._engine = SyncEngine()
-        self._host: HostSlot  # from `initialize_main_from_model_params` on
+        self._homes: Homes | None = None
+        self._staging: Staging | None = None
+        self._host: PinnedBytes | None = None
+        self._pipeline: Pipeline | None = None
 
     def _shapes_of_entries(
         self, optimizer: torch.optim.Optimizer, init_state_fn: InitStateFn | None
@@ -145,8 +156,13 @@ class OptimizerStateStore:
 
     @property
     def counters(self) -> IoCounters:
-        """Bytes read and written since construction, and the seconds that took."""
-        return self._engine.counters
+        """Bytes read from and written to disk since construction, and the seconds that took."""
+        return IoCounters() if self._homes is None else self._homes.counters
+
+    @property
+    def placement(self) -> Placement:
+        """Where the buckets live."""
+        return self._open_homes().placement
 
     @property
     def state(self) -> State:
@@ -155,44 +171,83 @@ class OptimizerStateStore:
 
     # ------------------------------------------------------------------------- the life of a store
 
-    def initialize_main_from_model_params(self) -> int:
-        """Reserve the disk and fill the main params from the 16-bit shards; all else is zero.
+    def initialize_main_from_model_params(self, budgets: Budgets | None = None) -> int:
+        """Reserve disk and memory, and fill the main params from the 16-bit shards.
+
+        All else is zero.
+
+        Args:
+            budgets: memory for buckets that do not go to disk; None: the configured bytes, ``auto``
+                meaning none.
 
         Returns:
-            Bytes written.
+            Bytes of the main params at home.
 
         Raises:
             StateStoreError: on all ranks of the group, if any could not reserve or write.
         """
         self._require(State.EMPTY)
         start = time.monotonic()
+        config = self._config
+        if budgets is None:
+            budgets = Budgets(config.device_bytes or 0, config.host_bytes or 0)
         with self._collective("initialization of the main params"):
-            self._host = HostSlot(self.layout)  # pinning may fail on one rank alone
-            self._directory = RankDirectory.acquire(
-                self._config.directory, self.name.replace("/", "-")
+            placement = place_buckets(
+                self.layout, budgets.device, budgets.host, len(config.directories)
             )
-            self._file = StateFile.create(
-                self._directory.path / "state.bin", self.layout.file_nbytes
-            )
+            name = self.name.replace("/", "-")
+            self._homes = Homes(config, self.layout, placement, name, self._device)
+            num_away = len(placement.places) - len(placement.indices(Tier.DEVICE))
+            num_slots = min(NUM_DEVICE_SLOTS, num_away)
+            self._staging = Staging(self.layout, self._device, num_slots)
             written = self._write_mains(None)
-            self._file.sync()
-            self._file.drop_page_cache()
         self._shards.release_initial_values()
         self._state = State.READY
-        logger.info(
-            "NVMe optimizer state store: %d buckets, %.3f GB disk, 0 GB host, 0 GB device at %s "
-            "(main fp32, moments %s, io buffered)",
-            len(self.layout.buckets),
-            self.layout.nbytes / 1e9,
-            self._directory.path,
-            "fp32" if self.keys.tensors else "none",
-        )
-        logger.info(
-            "NVMe optimizer main-param initialization: %.3f GB in %.2fs",
-            written / 1e9,
-            time.monotonic() - start,
-        )
+        self._log_start(written, time.monotonic() - start)
+        self._open_pipeline().read_ahead()
         return written
+
+    def _log_start(self, written: int, seconds: float) -> None:
+        homes = self._open_homes()
+        stored = dict(zip(self.layout.segments, self.layout.formats, strict=True))
+        del stored[self.layout.segments[MAIN]]
+        exact = [key for key, format in stored.items() if format == FP32]
+        moments = self._config.moment_dtype if stored else "none"
+        if exact and moments != FP32.name:
+            moments += f" but fp32 {', '.join(exact)}"
+        logger.info(
+            "NVMe optimizer state store: %d buckets, %.3f GB disk, %.3f GB host, %.3f GB device at "
+            "%s (main %s, moments %s, io %s)",
+            len(self.layout.buckets),
+            homes.placement.disk_nbytes / GB,
+            homes.placement.host_nbytes / GB,
+            homes.placement.device_nbytes / GB,
+            ", ".join(str(each.directory.path) for each in homes.open_volumes()) or "no directory",
+            self._config.main_storage,
+            moments,
+            homes.io,
+        )
+        logger.info(
+            "NVMe optimizer state slots: %d of %.3f GB on the device, %d in pinned host memory "
+            "(engine %s)",
+            self._open_staging().num_slots,
+            self.layout.slot_nbytes / GB,
+            self._num_host_slots(homes.placement),
+            self._config.engine,
+        )
+        logger.info(
+            "NVMe optimizer main-param initialization: %.3f GB in %.2fs", written / GB, seconds
+        )
+
+    def _num_host_slots(self, placement: Placement) -> int:
+        wanted = self._config.ahead_bytes // max(self.layout.slot_nbytes, 1)
+        return min(len(placement.indices(Tier.DISK)), max(MIN_HOST_SLOTS, wanted))
+
+    @property
+    def max_slot_nbytes(self) -> int:
+        """Bytes of pinned memory that the host slots take at most, whatever the budgets are."""
+        placement = place_buckets(self.layout, 0, 0, 1)
+        return self._num_host_slots(placement) * self.layout.slot_nbytes
 
     def fail(self, reason: str) -> None:
         """Accept nothing but `load_from` any more: this rank's state fits no other rank's.
@@ -208,11 +263,42 @@ class OptimizerStateStore:
         if self._state is State.CLOSED:
             return
         self._state = State.CLOSED
-        self._engine.close()
-        if self._file is not None:
-            self._file.close()
-        if self._directory is not None:
-            self._directory.release()
+        if self._pipeline is not None:
+            self._pipeline.forget()
+        if self._homes is not None:
+            self._homes.close()
+        self._release_slots(host=True)
+
+    def drain(self) -> None:
+        """Wait until everything that the last step began is at home.
+
+        Raises:
+            StateStoreError: on all ranks of the group, if a write had failed. The store is FAILED.
+        """
+        with self._collective("end of the last step's writes"):
+            self._require(State.READY)
+            self._open_pipeline().drain()
+
+    def release_slots(self, *, host: bool = False) -> None:
+        """Give the memory of the device slots back until the next use; for colocated training.
+
+        Args:
+            host: also that of the host slots, which takes a while to pin again.
+
+        Raises:
+            StateStoreError: on all ranks of the group, if a write had failed. The store is FAILED.
+        """
+        self.drain()
+        self._open_pipeline().forget()
+        self._release_slots(host=host)
+
+    def _release_slots(self, *, host: bool) -> None:
+        if self._staging is not None:
+            self._staging.release()
+        if host and self._host is not None:
+            self._pipeline = None
+            self._host.release()
+            self._host = None
 
     # --------------------------------------------------------------------- what frameworks may call
 
@@ -229,34 +315,24 @@ class OptimizerStateStore:
             StateStoreError: on all ranks of the group. The store is FAILED.
         """
         start = time.monotonic()
-        before = self._engine.counters
-        with self._collective("step"), contextlib.ExitStack() as stack:
+        with self._collective("step"):
             try:
                 self._require(State.READY)
                 self._state = State.STEPPING
+                pipeline = self._open_pipeline()
+                pipeline.begin_step()
+                self._shards.check(self.layout.buckets)
                 self._update_residents()
-                device = stack.enter_context(device_slot(self.layout, self._device))
             except Exception as error:
                 raise self._hold_meetings(error) from error
-            times = run_step(
-                self.layout,
-                self._open_file(),
-                self._engine,
-                self._host,
-                device,
-                Stages(self._check, self._meet, self._update, self._shards.publish),
-            )
+            stages = Stages(self._meet, self._update, self._publish)
+            report = run_step(pipeline, self.layout.buckets, stages)
             self._set_steps(self.steps + 1)
         self._state = State.READY
-        moved = self._engine.counters - before
-        logger.info(
-            "NVMe streaming step: %d buckets, read %.3f GB, wrote %.3f GB in %.3fs (%s)",
-            len(self.layout.buckets),
-            moved.bytes_read / 1e9,
-            moved.bytes_written / 1e9,
-            time.monotonic() - start,
-            times,
-        )
+        report.seconds = time.monotonic() - start
+        report.bytes_cached = self._open_homes().cached_nbytes()
+        self.last_step = report
+        logger.info("NVMe streaming step: %s", report)
         return True
 
     def refresh_main_from_model_params(self, copy_fn: CopyFn | None = None) -> None:
@@ -272,9 +348,9 @@ class OptimizerStateStore:
         """
         with self._collective("refresh of the main params"):
             self._require(State.READY)
+            self._open_pipeline().drain()
             self._write_mains(copy_fn)
-            self._open_file().sync()
-            self._open_file().drop_page_cache()
+        self._open_pipeline().read_ahead()
 
     def remember_quantised(self) -> None:
         """Take note of the quantised params, after the step's cast: see [Note: Quantised params].
@@ -308,15 +384,17 @@ class OptimizerStateStore:
         try:
             with self._collective("save", is_fatal=False):
                 self._require(State.READY)
+                self._open_pipeline().drain()
                 prepared = checkpoint.prepare_snapshot(
                     directory,
                     self.layout,
-                    self._open_file(),
+                    self._open_homes(),
                     [entry.record for entry in self.entries],
                     self.steps,
                     resident_state(self._optimizer, self.resident),
                     generation,
                     self._shards.strides,
+                    self._shards.fingerprints(self.layout.buckets) if self._casts.is_split else (),
                 )
         except StateStoreError:
             if prepared is not None:
@@ -326,7 +404,7 @@ class OptimizerStateStore:
         logger.info(
             "NVMe optimizer state saved: %s %.3f GB in %.2fs",
             directory,
-            self.layout.nbytes / 1e9,
+            self.layout.nbytes / GB,
             time.monotonic() - start,
         )
         return prepared
@@ -369,21 +447,21 @@ class OptimizerStateStore:
             missing = sorted(rank for rank, has_one in found.items() if not has_one)
             if missing:
                 raise StateStoreError(f"{base_dir}: no snapshot of ranks {missing}")
+            self._open_pipeline().forget()
             if self._state is State.FAILED:
-                self._replace_file()
+                self._open_homes().replace_files()
             manifest, resident = checkpoint.load_snapshot(
                 directory,
                 self.layout,
-                self._open_file(),
+                self._open_homes(),
                 [entry.record for entry in self.entries],
             )
-            self._open_file().sync()
-            self._open_file().drop_page_cache()
+            self._open_homes().settle()
             set_resident_state(self._optimizer, self.keys, self.resident, resident)
             self._set_steps(manifest.step)
             self._shards.strides = manifest.strides
             self.generation = manifest.generation
-            self._compare_with_model()
+            self._compare_with_model(manifest)
         saves = gather((self.steps, self.generation), self._group)
         if len(set(saves.values())) > 1:
             self.fail(f"{base_dir}: the ranks' snapshots are of different saves: {saves}")
@@ -392,7 +470,7 @@ class OptimizerStateStore:
         logger.info(
             "NVMe optimizer state loaded: %s %.3f GB in %.2fs, step %d",
             directory,
-            self.layout.nbytes / 1e9,
+            self.layout.nbytes / GB,
             time.monotonic() - start,
             self.steps,
         )
@@ -402,16 +480,22 @@ class OptimizerStateStore:
         """Return an entry's main params and state, FP32 on the host: for tests and tools."""
         self._require(State.READY)
         found: dict[str, list[torch.Tensor]] = {name: [] for name in self.layout.segments}
+        pipeline = self._open_pipeline()
+        pipeline.drain()
+        pipeline.forget()
+
+        def look(bucket: Bucket, resident: ResidentBucket) -> None:
+            self._casts.decode(bucket, resident)
+            for piece in bucket.slices:
+                if piece.entry == index:
+                    for position, part in enumerate(piece.parts):
+                        segment = resident.segment(bucket, position)
+                        values = segment[part.offset : part.offset + part.numel].cpu()
+                        found[self.layout.segments[position]].append(values.clone())
+
         for bucket in self.layout.buckets:
-            mine = [piece for piece in bucket.slices if piece.entry == index]
-            if not mine:
-                continue
-            self._engine.read(self._open_file(), bucket.offset, self._host.extent(bucket)).wait()
-            for piece in mine:
-                for position, part in enumerate(piece.parts):
-                    segment = self._host.segment(bucket, position)
-                    copy = segment[part.offset : part.offset + part.numel].clone()
-                    found[self.layout.segments[position]].append(copy)
+            if any(piece.entry == index for piece in bucket.slices):
+                pipeline.look_at(bucket, look, bucket.nbytes)
         result = {
             name: torch.cat(pieces).view(shape) if pieces else torch.zeros(shape)
             for (name, pieces), shape in zip(found.items(), self._shapes[index], strict=True)
@@ -431,9 +515,6 @@ class OptimizerStateStore:
                 [resident.group for resident in self.resident],
             )
 
-    def _check(self, bucket: Bucket, device: DeviceSlot) -> None:
-        self._shards.check(bucket)
-
     def _meet(self, bucket: Bucket, error: Exception | None) -> Exception | None:
         for group in self._peers[self.entries[bucket.slices[0].entry].group]:
             error = agreed_error(error, group, self._device)
@@ -445,31 +526,50 @@ class OptimizerStateStore:
             error = self._meet(bucket, error) or error
         return error
 
-    def _update(self, bucket: Bucket, device: DeviceSlot) -> None:
-        slices = self._shards.slices(bucket, device)
+    def _update(self, bucket: Bucket, resident: ResidentBucket) -> None:
+        self._casts.decode(bucket, resident)
+        slices = self._shards.slices(bucket, resident)
         update_slices(self._optimizer, self.keys, slices, self.steps)
         self._shards.keep_strides(bucket, slices)
 
+    def _publish(self, bucket: Bucket, resident: ResidentBucket) -> None:
+        self._shards.publish(bucket, resident)
+        self._casts.encode(bucket, resident, self.steps)
+
     def _write_mains(self, copy_fn: CopyFn | None) -> int:
-        """Fill and write the main segment of every bucket; returns the bytes written."""
-        written = 0
-        with device_slot(self.layout, self._device) as device:
-            for bucket in self.layout.buckets:
-                self._shards.fill(bucket, device, copy_fn)
-                self._host.segment(bucket, MAIN).copy_(device.segment(bucket, MAIN))
-                segment = self._host.segment_bytes(bucket, MAIN)
-                self._engine.write(self._open_file(), bucket.offset, segment).wait()
-                written += len(segment)
+        """Fill the main params of every bucket and take them home; returns their bytes there."""
+        pipeline = self._open_pipeline()
+        pipeline.forget()
+        rounds: list[torch.Tensor] = []
+
+        def fill(bucket: Bucket, resident: ResidentBucket) -> None:
+            self._shards.fill(bucket, resident, copy_fn)
+            if self._casts.is_split and copy_fn is not None:
+                rounds.append(self._shards.rounds(bucket, resident))
+            self._casts.encode_main(bucket, resident)
+
+        written = sum(pipeline.write_main(bucket, fill) for bucket in self.layout.buckets)
+        pipeline.drain()
+        self._open_homes().settle()
+        if rounds and not bool(torch.stack(rounds).all()):
+            raise StateStoreError(
+                "the main params that were given do not round to the model params, from which "
+                "--stream-optimizer-state-main-storage split takes their upper half; load weights "
+                "and main params of one checkpoint, or use fp32"
+            )
         return written
 
-    def _compare_with_model(self) -> None:
+    def _compare_with_model(self, manifest: checkpoint.Manifest) -> None:
         """Check that the restored main params round to the model params, and remember them."""
-        with device_slot(self.layout, self._device) as device:
-            for bucket in self.layout.buckets:
-                extent = self._host.extent(bucket)
-                self._engine.read(self._open_file(), bucket.offset, extent).wait()
-                device.upload(bucket, self._host)
-                self._shards.compare(bucket, device)
+        if self._casts.is_split:
+            self._shards.require(self.layout.buckets, manifest.fingerprints)
+
+        def look(bucket: Bucket, resident: ResidentBucket) -> None:
+            self._casts.decode_main(bucket, resident)
+            self._shards.compare(bucket, resident)
+
+        for bucket in self.layout.buckets:
+            self._open_pipeline().look_at(bucket, look, bucket.starts[MAIN + 1])
 
     def _set_steps(self, steps: int) -> None:
         """Set the one step counter; groups show it, also those of which this rank has no part."""
@@ -485,18 +585,24 @@ class OptimizerStateStore:
                 f"store {self.name} is {self._state.value}, expected {state.value}{detail}"
             )
 
-    def _replace_file(self) -> None:
-        """Go on with a new file after a failure: one that could not be synced stays unusable."""
-        old = self._open_file()
-        with contextlib.suppress(StateFileError):
-            old.remove()
-        self._file = StateFile.create(old.path, self.layout.file_nbytes)
+    def _open_homes(self) -> Homes:
+        assert self._homes is not None, "only an EMPTY store has none"
+        return self._homes
 
-    def _open_file(self) -> StateFile:
-        assert self._file is not None, "only an EMPTY store has no file"
-        return self._file
+    def _open_staging(self) -> Staging:
+        assert self._staging is not None, "only an EMPTY store has none"
+        return self._staging
 
-    @contextmanager
+    def _open_pipeline(self) -> Pipeline:
+        """Return the pipeline; pins the host slots, if they were released."""
+        if self._pipeline is None:
+            homes = self._open_homes()
+            num_slots = self._num_host_slots(homes.placement)
+            self._host = PinnedBytes(num_slots * self.layout.slot_nbytes)
+            self._pipeline = Pipeline(homes, self._open_staging(), self._host, num_slots)
+        return self._pipeline
+
+    @contextlib.contextmanager
     def _collective(self, what: str, *, is_fatal: bool = True) -> Iterator[None]:
         """Run the body, then agree with the other ranks on whether it failed anywhere."""
         error: Exception | None = None

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..optimizer import MixedPrecisionOptimizer
-from .config import store_config
+from .config import GB, store_config
 from .errors import StateStoreError
 from .model_shards import Entry
 from .optimizer_state import shallow_copy
@@ -91,6 +91,21 @@ def require_known_ddp(ddp_config: Any) -> None:
                 f"--stream-optimizer-state-to-disk cannot be used with {name}: it reads all main "
                 "params at once; leave it out"
             )
+
+
+def log_grad_copies(ddp_config: Any, entries: Sequence[Entry]) -> None:
+    """Say what upstream's FP32 copies of 16-bit gradients take, if it makes them.
+
+    It makes all of them before it knows the norm that clips them, so not bucket by bucket.
+    """
+    # Tripwire: ../../distributed/distributed_data_parallel_config.py::DistributedDataParallelConfig.grad_reduce_in_fp32
+    if not ddp_config.grad_reduce_in_fp32:
+        numel = sum(entry.record.numel for entry in entries)
+        logger.info(
+            "NVMe optimizer state: a step makes FP32 copies of 16-bit gradients, %.3f GB on the "
+            "device; with gradients reduced in FP32 there are none",
+            numel * torch.float32.itemsize / GB,
+        )
 
 
 def param_names(model_chunks: Sequence[torch.nn.Module]) -> dict[torch.nn.Parameter, str]:
