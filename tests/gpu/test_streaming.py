@@ -119,7 +119,7 @@ def peaks_of_refresh_save_and_load(model: Any, optimizer: Any, directory: str) -
     stores = list(optimizer._stores())
     found = {
         "slots_nbytes": sum(
-            store._open_staging().num_slots * store.layout.slot_nbytes for store in stores
+            store.working_set.staging.num_slots * store.layout.slot_nbytes for store in stores
         ),
         "slot_main_numel": max(store.layout.slot_numels[0] for store in stores),
         "state_nbytes": sum(store.layout.nbytes for store in stores),

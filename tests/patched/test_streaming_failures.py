@@ -74,7 +74,7 @@ def layer_of(which: str) -> Any:
 def let_reads_end(store: Any) -> None:
     """Wait for reads ahead, so that a planted fault meets what it is meant for."""
     if store.state.value == "ready":
-        for slot in store._open_pipeline()._host_slots:
+        for slot in store.working_set.pipeline._host_slots:
             if slot.read is not None:
                 slot.read.wait()
 
@@ -297,10 +297,10 @@ def no_pinned_memory(*args: Any) -> None:
 
 def start_without_pinned_memory(arguments: Sequence[str]) -> str:
     """Set up a run whose rank 1 cannot pin its host slots; return the error."""
-    from megatron.core.optimizer.nvme_state_store import store
+    from megatron.core.optimizer.nvme_state_store import working_set
 
     if int(os.environ["RANK"]) == FAILING_RANK:
-        vars(store)["PinnedBytes"] = no_pinned_memory
+        vars(working_set)["PinnedBytes"] = no_pinned_memory
     return start(arguments)
 
 

@@ -70,8 +70,8 @@ def measure(directory: str, base: str, with_update: bool, scenario: str) -> dict
         store = optimizer._nvme_state_store
         found["pinned"] = pinned_memory_allocated()
         found["slot_nbytes"] = store.layout.slot_nbytes
-        found["device_slots"] = store._open_staging().num_slots
-        found["host_slots"] = len(store._open_pipeline()._host_slots)
+        found["device_slots"] = store.working_set.staging.num_slots
+        found["host_slots"] = len(store.working_set.pipeline._host_slots)
         found["slot_numel"] = store.layout.slot_numels[0]
         found["segments"] = len(store.layout.segments)
         found["total_numel"] = sum(entry.record.numel for entry in store.entries)
@@ -88,7 +88,8 @@ def measure(directory: str, base: str, with_update: bool, scenario: str) -> dict
         found["released"] = before - torch.cuda.memory_allocated()
         found["pinned_after_release"] = pinned_memory_allocated()
         found["step_after_release"] = measured(store.step)
-        found["resident"] = store._homes.cached_nbytes()
+        volumes = store.working_set.homes.open_volumes()
+        found["resident"] = sum(volume.file.resident_bytes() for volume in volumes)
         raise Stopped
 
     try:
@@ -205,7 +206,7 @@ def measure_whole_params(directory: str, base: str, arguments: list[str]) -> dic
         stores = list(optimizer._stores())
         entries = [entry for store in stores for entry in store.entries]
         found["slots"] = sum(
-            store._open_staging().num_slots * store.layout.slot_nbytes for store in stores
+            store.working_set.staging.num_slots * store.layout.slot_nbytes for store in stores
         )
         found["rounded"] = 2 * max(store.layout.slot_numels[0] for store in stores)
         found["mains"] = 4 * sum(entry.record.numel for entry in entries)
@@ -272,10 +273,11 @@ def look_at_file(directory: str) -> dict[str, Any]:
 
     def look(model: Sequence[Any], optimizer: Any) -> None:
         store = optimizer._nvme_state_store
-        found["resident"] = store._homes.cached_nbytes()
+        volumes = store.working_set.homes.open_volumes()
+        found["resident"] = sum(volume.file.resident_bytes() for volume in volumes)
         found["written"] = written
         found["mains"] = sum(bucket.starts[1] for bucket in store.layout.buckets)
-        (volume,) = store._homes.open_volumes()
+        (volume,) = store.working_set.homes.open_volumes()
         found["blocks"] = volume.file.path.stat().st_blocks * 512 - store.layout.nbytes
         content = volume.file.path.read_bytes()
         wrong, elements = [], 0

@@ -193,7 +193,9 @@ def look_at_tiers(scenario: Scenario, directory: str) -> tuple[int, int, list[in
     def look(model: Sequence[Any], optimizer: Any) -> None:
         for store in optimizer._stores():
             place = store.placement
-            engines = {type(each.engine).__name__ for each in store._homes.open_volumes()}
+            engines = {
+                type(each.engine).__name__ for each in store.working_set.homes.open_volumes()
+            }
             sizes = (place.device_nbytes, place.host_nbytes, list(place.volume_nbytes))
             found.append((*sizes, len(place.places), " ".join(engines)))
 
@@ -231,7 +233,7 @@ def skip_one_moment_read(model: Sequence[Any], optimizer: Any) -> None:
     store = optimizer._nvme_state_store
     bucket = store.layout.buckets[1]
     first_moments = slice(*bucket.starts[1:3])
-    staging = store._open_staging()
+    staging = store.working_set.staging
     upload = staging.upload
 
     def upload_all_but_one(this: Any, host: Any) -> Any:
@@ -268,7 +270,7 @@ def watch_file(model: Sequence[Any], optimizer: Any) -> None:
 
     def look() -> tuple[str, int, int]:
         store.drain()
-        (volume,) = store._homes.open_volumes()
+        (volume,) = store.working_set.homes.open_volumes()
         path = volume.file.path
         return hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns, store.steps
 

@@ -16,8 +16,9 @@ Modules by rank; each imports only from the ranks above it, and only the adapter
     agreement                   that nothing failed
     optimizer_state             what state a class keeps of a param, found by asking it
     bucket_optimizer            the update of one resident bucket by Megatron's own optimizer
-    report, pipeline            the order of a step: read, upload, update, publish, download, write;
-                                what it did and how long that took
+    report, timeline            what a step did; when each verb worked on each bucket
+    pipeline                    the order of a step: read, upload, update, publish, download, write
+    working_set                 what moves the state of a store, made and given back together
     checkpoint                  durable snapshot and restore
     model_shards, resident      a bucket and the model's shards; params that do not stream
     casting                     a resident bucket in the formats of its layout

@@ -35,7 +35,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -45,8 +44,9 @@ from .homes import Homes
 from .io_engine import Ticket
 from .layout import MAIN, Bucket
 from .placement import Tier
-from .report import Span, StepReport
+from .report import StepReport
 from .staging import Download, ResidentBucket, Staging, Upload
+from .timeline import StepTimes
 
 Stage = Callable[[Bucket, ResidentBucket], None]
 """Something that is done to a bucket while it is resident, in order of the caller's stream."""
@@ -199,7 +199,7 @@ class Pipeline:
 
     def _expect_step(self) -> None:
         self._report = StepReport(buckets=len(self._buckets))
-        self._times = _Times(self._staging)
+        self._times = StepTimes(self._staging)
         self._next_upload = 0
 
     def read_ahead(self) -> None:
@@ -365,54 +365,6 @@ class Pipeline:
         self._staging.await_upload(upload)
         look(bucket, upload.resident)
         self._staging.synchronize()  # the memory is used again
-
-
-class _Times:
-    """When each verb worked on each bucket, from marks that are read when the step is over."""
-
-    def __init__(self, staging: Staging) -> None:
-        self._staging = staging
-        self._begin: torch.cuda.Event | None = None
-        self._began = 0.0
-        self._marks: list[tuple[str, int, torch.cuda.Event, torch.cuda.Event]] = []
-        self._tickets: list[tuple[str, int, Ticket]] = []
-
-    def begin(self) -> None:
-        """Begin to count; what was added before began before zero."""
-        self._begin = self._staging.mark()
-        self._began = time.monotonic()
-
-    def add(
-        self, verb: str, bucket: Bucket, begin: torch.cuda.Event, end: torch.cuda.Event
-    ) -> None:
-        """Remember the marks of a verb of the device."""
-        self._marks.append((verb, bucket.index, begin, end))
-
-    def add_ticket(self, verb: str, bucket: Bucket, ticket: Ticket) -> None:
-        """Remember the ticket of a verb of the disk."""
-        self._tickets.append((verb, bucket.index, ticket))
-
-    def finish(self, report: StepReport) -> None:
-        """Wait for the last publish; add up the seconds of what is over, and offer all spans."""
-        self._staging.mark().synchronize()
-        for verb, _, begin, end in self._marks:
-            if end.query():  # type: ignore[no-untyped-call]
-                seconds = self._staging.seconds_between(begin, end)
-                setattr(report, verb, getattr(report, verb) + seconds)
-        report.make_spans = self.spans
-
-    def spans(self) -> list[Span]:
-        """Return (verb, bucket, begin, end) of all; waits for what is under way."""
-        assert self._begin is not None, "the step was begun"
-        found: list[Span] = []
-        for verb, bucket, begin, end in self._marks:
-            since = partial(self._staging.seconds_between, self._begin)
-            found.append((verb, bucket, since(begin), since(end)))
-        for verb, bucket, ticket in self._tickets:
-            span = ticket.span
-            if span is not None:
-                found.append((verb, bucket, span.begin - self._began, span.end - self._began))
-        return found
 
 
 def run_step(pipeline: Pipeline, buckets: Sequence[Bucket], stages: Stages) -> StepReport:

@@ -20,20 +20,19 @@ from .agreement import agree, agreed_error, gather
 from .bucket_optimizer import update_params, update_slices
 from .budgets import Budgets
 from .casting import Casts
-from .config import GB, MIN_HOST_SLOTS, NUM_DEVICE_SLOTS, StoreConfig
+from .config import GB, StoreConfig
 from .errors import StateStoreError
-from .formats import FP32, main_format, moment_format
-from .homes import Homes
+from .formats import main_format, moment_format
 from .io_engine import IoCounters
 from .layout import MAIN, Bucket, Layout, make_layout, make_whole_layout
 from .model_shards import CopyFn, Entry, ModelShards
 from .optimizer_state import InitStateFn, discover_state, state_shapes
-from .pinned import PinnedBytes
-from .pipeline import Pipeline, Stages, run_step
-from .placement import Placement, Tier, place_buckets
+from .pipeline import Stages, run_step
+from .placement import Placement
 from .report import StepReport
 from .resident import Resident, resident_state, set_resident_state
-from .staging import ResidentBucket, Staging
+from .staging import ResidentBucket
+from .working_set import WorkingSet, max_host_slot_nbytes
 
 logger = logging.getLogger(__name__)
 
@@ -138,10 +137,7 @@ class OptimizerStateStore:
         self._device = device
         self._state = State.EMPTY
         self._failure = ""
-        self._homes: Homes | None = None
-        self._staging: Staging | None = None
-        self._host: PinnedBytes | None = None
-        self._pipeline: Pipeline | None = None
+        self._working_set: WorkingSet | None = None
 
     def _shapes_of_entries(
         self, optimizer: torch.optim.Optimizer, init_state_fn: InitStateFn | None
@@ -157,12 +153,18 @@ class OptimizerStateStore:
     @property
     def counters(self) -> IoCounters:
         """Bytes read from and written to disk since construction, and the seconds that took."""
-        return IoCounters() if self._homes is None else self._homes.counters
+        return IoCounters() if self._working_set is None else self._working_set.homes.counters
+
+    @property
+    def working_set(self) -> WorkingSet:
+        """What moves the state; only an EMPTY store has none."""
+        assert self._working_set is not None, "it is not initialized"
+        return self._working_set
 
     @property
     def placement(self) -> Placement:
         """Where the buckets live."""
-        return self._open_homes().placement
+        return self.working_set.homes.placement
 
     @property
     def state(self) -> State:
@@ -188,66 +190,27 @@ class OptimizerStateStore:
         """
         self._require(State.EMPTY)
         start = time.monotonic()
-        config = self._config
         if budgets is None:
-            budgets = Budgets(config.device_bytes or 0, config.host_bytes or 0)
+            budgets = Budgets(self._config.device_bytes or 0, self._config.host_bytes or 0)
         with self._collective("initialization of the main params"):
-            placement = place_buckets(
-                self.layout, budgets.device, budgets.host, len(config.directories)
-            )
             name = self.name.replace("/", "-")
-            self._homes = Homes(config, self.layout, placement, name, self._device)
-            num_away = len(placement.places) - len(placement.indices(Tier.DEVICE))
-            num_slots = min(NUM_DEVICE_SLOTS, num_away)
-            self._staging = Staging(self.layout, self._device, num_slots)
+            self._working_set = WorkingSet(self._config, self.layout, budgets, name, self._device)
             written = self._write_mains(None)
         self._shards.release_initial_values()
         self._state = State.READY
-        self._log_start(written, time.monotonic() - start)
-        self._open_pipeline().read_ahead()
+        self.working_set.log()
+        logger.info(
+            "NVMe optimizer main-param initialization: %.3f GB in %.2fs",
+            written / GB,
+            time.monotonic() - start,
+        )
+        self.working_set.pipeline.read_ahead()
         return written
-
-    def _log_start(self, written: int, seconds: float) -> None:
-        homes = self._open_homes()
-        stored = dict(zip(self.layout.segments, self.layout.formats, strict=True))
-        del stored[self.layout.segments[MAIN]]
-        exact = [key for key, format in stored.items() if format == FP32]
-        moments = self._config.moment_dtype if stored else "none"
-        if exact and moments != FP32.name:
-            moments += f" but fp32 {', '.join(exact)}"
-        logger.info(
-            "NVMe optimizer state store: %d buckets, %.3f GB disk, %.3f GB host, %.3f GB device at "
-            "%s (main %s, moments %s, io %s)",
-            len(self.layout.buckets),
-            homes.placement.disk_nbytes / GB,
-            homes.placement.host_nbytes / GB,
-            homes.placement.device_nbytes / GB,
-            ", ".join(str(each.directory.path) for each in homes.open_volumes()) or "no directory",
-            self._config.main_storage,
-            moments,
-            homes.io,
-        )
-        logger.info(
-            "NVMe optimizer state slots: %d of %.3f GB on the device, %d in pinned host memory "
-            "(engine %s)",
-            self._open_staging().num_slots,
-            self.layout.slot_nbytes / GB,
-            self._num_host_slots(homes.placement),
-            self._config.engine,
-        )
-        logger.info(
-            "NVMe optimizer main-param initialization: %.3f GB in %.2fs", written / GB, seconds
-        )
-
-    def _num_host_slots(self, placement: Placement) -> int:
-        wanted = self._config.ahead_bytes // max(self.layout.slot_nbytes, 1)
-        return min(len(placement.indices(Tier.DISK)), max(MIN_HOST_SLOTS, wanted))
 
     @property
     def max_slot_nbytes(self) -> int:
         """Bytes of pinned memory that the host slots take at most, whatever the budgets are."""
-        placement = place_buckets(self.layout, 0, 0, 1)
-        return self._num_host_slots(placement) * self.layout.slot_nbytes
+        return max_host_slot_nbytes(self._config, self.layout)
 
     def fail(self, reason: str) -> None:
         """Accept nothing but `load_from` any more: this rank's state fits no other rank's.
@@ -263,11 +226,8 @@ class OptimizerStateStore:
         if self._state is State.CLOSED:
             return
         self._state = State.CLOSED
-        if self._pipeline is not None:
-            self._pipeline.forget()
-        if self._homes is not None:
-            self._homes.close()
-        self._release_slots(host=True)
+        if self._working_set is not None:
+            self._working_set.close()
 
     def drain(self) -> None:
         """Wait until everything that the last step began is at home.
@@ -277,7 +237,7 @@ class OptimizerStateStore:
         """
         with self._collective("end of the last step's writes"):
             self._require(State.READY)
-            self._open_pipeline().drain()
+            self.working_set.pipeline.drain()
 
     def release_slots(self, *, host: bool = False) -> None:
         """Give the memory of the device slots back until the next use; for colocated training.
@@ -289,16 +249,7 @@ class OptimizerStateStore:
             StateStoreError: on all ranks of the group, if a write had failed. The store is FAILED.
         """
         self.drain()
-        self._open_pipeline().forget()
-        self._release_slots(host=host)
-
-    def _release_slots(self, *, host: bool) -> None:
-        if self._staging is not None:
-            self._staging.release()
-        if host and self._host is not None:
-            self._pipeline = None
-            self._host.release()
-            self._host = None
+        self.working_set.release_slots(host=host)
 
     # --------------------------------------------------------------------- what frameworks may call
 
@@ -319,7 +270,7 @@ class OptimizerStateStore:
             try:
                 self._require(State.READY)
                 self._state = State.STEPPING
-                pipeline = self._open_pipeline()
+                pipeline = self.working_set.pipeline
                 pipeline.begin_step()
                 self._shards.check(self.layout.buckets)
                 self._update_residents()
@@ -330,7 +281,7 @@ class OptimizerStateStore:
             self._set_steps(self.steps + 1)
         self._state = State.READY
         report.seconds = time.monotonic() - start
-        report.bytes_cached = self._open_homes().cached_nbytes()
+        report.bytes_cached = self.working_set.homes.cached_nbytes()
         self.last_step = report
         logger.info("NVMe streaming step: %s", report)
         return True
@@ -348,9 +299,9 @@ class OptimizerStateStore:
         """
         with self._collective("refresh of the main params"):
             self._require(State.READY)
-            self._open_pipeline().drain()
+            self.working_set.pipeline.drain()
             self._write_mains(copy_fn)
-        self._open_pipeline().read_ahead()
+        self.working_set.pipeline.read_ahead()
 
     def remember_quantised(self) -> None:
         """Take note of the quantised params, after the step's cast: see [Note: Quantised params].
@@ -384,11 +335,11 @@ class OptimizerStateStore:
         try:
             with self._collective("save", is_fatal=False):
                 self._require(State.READY)
-                self._open_pipeline().drain()
+                self.working_set.pipeline.drain()
                 prepared = checkpoint.prepare_snapshot(
                     directory,
                     self.layout,
-                    self._open_homes(),
+                    self.working_set.homes,
                     [entry.record for entry in self.entries],
                     self.steps,
                     resident_state(self._optimizer, self.resident),
@@ -447,16 +398,16 @@ class OptimizerStateStore:
             missing = sorted(rank for rank, has_one in found.items() if not has_one)
             if missing:
                 raise StateStoreError(f"{base_dir}: no snapshot of ranks {missing}")
-            self._open_pipeline().forget()
+            self.working_set.pipeline.forget()
             if self._state is State.FAILED:
-                self._open_homes().replace_files()
+                self.working_set.homes.replace_files()
             manifest, resident = checkpoint.load_snapshot(
                 directory,
                 self.layout,
-                self._open_homes(),
+                self.working_set.homes,
                 [entry.record for entry in self.entries],
             )
-            self._open_homes().settle()
+            self.working_set.homes.settle()
             set_resident_state(self._optimizer, self.keys, self.resident, resident)
             self._set_steps(manifest.step)
             self._shards.strides = manifest.strides
@@ -480,7 +431,7 @@ class OptimizerStateStore:
         """Return an entry's main params and state, FP32 on the host: for tests and tools."""
         self._require(State.READY)
         found: dict[str, list[torch.Tensor]] = {name: [] for name in self.layout.segments}
-        pipeline = self._open_pipeline()
+        pipeline = self.working_set.pipeline
         pipeline.drain()
         pipeline.forget()
 
@@ -538,7 +489,7 @@ class OptimizerStateStore:
 
     def _write_mains(self, copy_fn: CopyFn | None) -> int:
         """Fill the main params of every bucket and take them home; returns their bytes there."""
-        pipeline = self._open_pipeline()
+        pipeline = self.working_set.pipeline
         pipeline.forget()
         rounds: list[torch.Tensor] = []
 
@@ -550,7 +501,7 @@ class OptimizerStateStore:
 
         written = sum(pipeline.write_main(bucket, fill) for bucket in self.layout.buckets)
         pipeline.drain()
-        self._open_homes().settle()
+        self.working_set.homes.settle()
         if rounds and not bool(torch.stack(rounds).all()):
             raise StateStoreError(
                 "the main params that were given do not round to the model params, from which "
@@ -569,7 +520,7 @@ class OptimizerStateStore:
             self._shards.compare(bucket, resident)
 
         for bucket in self.layout.buckets:
-            self._open_pipeline().look_at(bucket, look, bucket.starts[MAIN + 1])
+            self.working_set.pipeline.look_at(bucket, look, bucket.starts[MAIN + 1])
 
     def _set_steps(self, steps: int) -> None:
         """Set the one step counter; groups show it, also those of which this rank has no part."""
@@ -584,23 +535,6 @@ class OptimizerStateStore:
             raise StateStoreError(
                 f"store {self.name} is {self._state.value}, expected {state.value}{detail}"
             )
-
-    def _open_homes(self) -> Homes:
-        assert self._homes is not None, "only an EMPTY store has none"
-        return self._homes
-
-    def _open_staging(self) -> Staging:
-        assert self._staging is not None, "only an EMPTY store has none"
-        return self._staging
-
-    def _open_pipeline(self) -> Pipeline:
-        """Return the pipeline; pins the host slots, if they were released."""
-        if self._pipeline is None:
-            homes = self._open_homes()
-            num_slots = self._num_host_slots(homes.placement)
-            self._host = PinnedBytes(num_slots * self.layout.slot_nbytes)
-            self._pipeline = Pipeline(homes, self._open_staging(), self._host, num_slots)
-        return self._pipeline
 
     @contextlib.contextmanager
     def _collective(self, what: str, *, is_fatal: bool = True) -> Iterator[None]:
