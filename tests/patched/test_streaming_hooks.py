@@ -240,6 +240,80 @@ def test_a_mimo_model_refuses_streaming(ranks: RankPool) -> None:
     assert "ValueError: --stream-optimizer-state-to-disk cannot be used with MimoModel" in error
 
 
+class Writer:
+    """Stands for TensorBoard's, and for W&B's module."""
+
+    def __init__(self) -> None:
+        self.scalars: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, name: str, value: float, iteration: int) -> None:
+        self.scalars.append((name, float(value), iteration))
+
+    def log(self, values: dict[str, Any], iteration: int) -> None:
+        for name, value in values.items():
+            self.add_scalar(name, value, iteration)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+def train_in_megatrons_loop(arguments: Sequence[str], steps: int) -> list[tuple[str, float, int]]:
+    """Run `megatron.training.training.train`, and return what its writers got of the store."""
+    from megatron.core.rerun_state_machine import RerunDataIterator
+    from megatron.core.utils import get_model_config
+    from megatron.training import global_vars, training
+
+    writers = Writer(), Writer()
+    setup = training.setup_model_and_optimizer
+
+    def set_up_and_train(*args: Any, **kwargs: Any) -> Any:
+        model, optimizer, scheduler = made = setup(*args, **kwargs)
+        # There is neither TensorBoard nor W&B here.
+        global_vars._GLOBAL_TENSORBOARD_WRITER, global_vars._GLOBAL_WANDB_WRITER = writers
+        training.train(
+            gpt.forward_step,
+            model,
+            optimizer,
+            scheduler,
+            *(RerunDataIterator(gpt.batches(0)), None, None),
+            *(get_model_config(model[0]), {}, None),
+        )
+        return made
+
+    training.setup_model_and_optimizer = set_up_and_train
+    more = ["--train-iters", str(steps), "--log-interval", "1", "--tensorboard-log-interval", "2"]
+    gpt.train([*gpt.BF16, *arguments, *more], 0, optimizer_tensors=lambda optimizer: iter(()))
+    first, second = (
+        [each for each in writer.scalars if each[0].startswith("nvme-state-store/")]
+        for writer in writers
+    )
+    assert first == second
+    return first
+
+
+def test_metrics_reach_megatrons_writers(ranks: RankPool, tmp_path: Path) -> None:
+    """Under stable names, at Megatron's interval, and only while streaming."""
+    streamed = outcome(ranks, train_in_megatrons_loop, arguments=streaming.flags(tmp_path), steps=4)
+    stock = outcome(ranks, train_in_megatrons_loop, arguments=[], steps=2)
+
+    assert stock == []
+    assert isinstance(streamed, list), streamed
+    assert [iteration for name, _, iteration in streamed if name.endswith("step-seconds")] == [2, 4]
+    values = {name.removeprefix("nvme-state-store/"): value for name, value, _ in streamed}
+    assert set(values) == METRICS
+    assert values["read-gb"] > 0 and values["written-gb"] == values["disk-tier-gb"] > 0
+    assert values["uploaded-gb"] == values["disk-tier-gb"]
+    assert values["host-tier-gb"] == values["device-tier-gb"] == 0
+    assert 0 < values["update-seconds"] <= values["step-seconds"]
+
+
+METRICS = {
+    *("step-seconds", "read-wait-seconds", "write-wait-seconds"),
+    *("upload-seconds", "update-seconds", "publish-seconds", "download-seconds"),
+    *("read-gb", "written-gb", "uploaded-gb", "downloaded-gb", "page-cache-gb"),
+    *("disk-tier-gb", "host-tier-gb", "device-tier-gb"),
+}
+
 LOG_LINES = (
     r"NVMe optimizer state store: \d+ buckets, \d+\.\d+ GB disk, 0\.000 GB host, 0\.000 GB device "
     r"at \S+ \(main fp32, moments fp32, io (direct|buffered)\)",

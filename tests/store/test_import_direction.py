@@ -26,8 +26,8 @@ RANKS = [
     {"encoding", "fingerprint", "agreement"},
     {"optimizer_state"},
     {"bucket_optimizer"},
-    {"report"},
-    {"timeline"},
+    {"report", "progress"},
+    {"timeline", "metrics"},
     {"pipeline"},
     {"working_set"},
     {"checkpoint"},
@@ -46,7 +46,17 @@ ADAPTERS = {
 }
 """May import everything, Megatron too."""
 WITHOUT_TORCH = {
-    *("errors", "formats", "config", "layout", "budgets", "placement", "report"),
+    *(
+        "errors",
+        "formats",
+        "config",
+        "layout",
+        "budgets",
+        "placement",
+        "report",
+        "progress",
+        "metrics",
+    ),
     *("system_calls", "memory", "page_cache", "filesystems", "descriptors", "state_file"),
     *("rank_directory", "io_request", "io_engine", "direct_io", "checkpoint"),
     *("probe", "__main__", "arguments"),

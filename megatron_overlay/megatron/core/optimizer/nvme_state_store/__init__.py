@@ -16,7 +16,8 @@ Modules by rank; each imports only from the ranks above it, and only the adapter
     agreement                   that nothing failed
     optimizer_state             what state a class keeps of a param, found by asking it
     bucket_optimizer            the update of one resident bucket by Megatron's own optimizer
-    report, timeline            what a step did; when each verb worked on each bucket
+    report, progress            what a step did; a line in the log while something takes minutes
+    timeline, metrics           when each verb worked on each bucket; numbers for who plots them
     pipeline                    the order of a step: read, upload, update, publish, download, write
     working_set                 what moves the state of a store, made and given back together
     checkpoint                  durable snapshot and restore

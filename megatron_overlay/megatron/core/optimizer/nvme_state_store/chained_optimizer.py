@@ -23,6 +23,7 @@ from .checkpoint import PreparedSnapshot
 from .config import store_config
 from .errors import StateStoreError
 from .layer_wise_optimizer import StreamedLayerWiseOptimizer
+from .metrics import metrics_of
 from .store import OptimizerStateStore, new_generation
 
 
@@ -225,6 +226,10 @@ class StreamedChainedOptimizer(ChainedOptimizer):
 
         Upstream's would fail at a child without params (a frozen dense model whose experts train).
         """
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the last step of this rank's stores did: see `metrics_of`."""
+        return metrics_of(self._stores())
 
     def drain_stores(self) -> None:
         """Wait until all that the last step began is on disk; a later step or save does that, too.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,10 @@ from .errors import StateStoreError
 from .formats import FP32
 from .layout import ALIGN_BYTES, Bucket, Layout
 from .memory import page_aligned
+from .progress import Progress
 from .state_file import StateFile
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 3
 """Format 1 knew one size for all segments of a bucket, and 2 no formats but FP32: both are read."""
@@ -247,12 +251,14 @@ def _copy_state(
     try:
         buckets = []
         buffer = page_aligned(_CHUNK)
+        progress = Progress(logger, f"NVMe optimizer state, saving {directory}", layout.nbytes)
         for bucket in layout.buckets:
             checksum = 0
             for start, piece in _pieces(bucket, buffer):
                 extents.read_into(bucket, start, piece)
                 copy.write_from(bucket.offset + start, piece)
                 checksum = zlib.crc32(piece, checksum)
+                progress.advance(piece.nbytes)
             buckets.append((bucket.offset, bucket.numels, checksum))
         copy.sync()
         copy.drop_page_cache()
@@ -321,12 +327,14 @@ def load_snapshot(
     copy = StateFile.open_existing(path, _snapshot_nbytes(layout))
     try:
         buffer = page_aligned(_CHUNK)
+        progress = Progress(logger, f"NVMe optimizer state, loading {directory}", layout.nbytes)
         for bucket, (_, _, expected) in zip(layout.buckets, manifest.buckets, strict=True):
             checksum = 0
             for start, piece in _pieces(bucket, buffer):
                 copy.read_into(bucket.offset + start, piece)
                 extents.write_from(bucket, start, piece)
                 checksum = zlib.crc32(piece, checksum)
+                progress.advance(piece.nbytes)
             if checksum != expected:
                 raise StateStoreError(
                     f"{directory}: bucket {bucket.index} at offset {bucket.offset}: expected "

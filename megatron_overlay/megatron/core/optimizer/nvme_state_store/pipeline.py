@@ -38,6 +38,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch.cuda import nvtx
 
 from .errors import StateStoreError
 from .homes import Homes
@@ -157,9 +158,11 @@ class Pipeline:
     def process(self, bucket: Bucket, resident: ResidentBucket, stages: Stages) -> None:
         """Update and publish a bucket that was brought."""
         begin = self._staging.mark()
-        stages.update(bucket, resident)
+        with nvtx.range(f"update bucket {bucket.index}"):
+            stages.update(bucket, resident)
         updated = self._staging.mark()
-        stages.publish(bucket, resident)
+        with nvtx.range(f"publish bucket {bucket.index}"):
+            stages.publish(bucket, resident)
         self._times.add("update", bucket, begin, updated)
         self._times.add("publish", bucket, updated, self._staging.mark())
 
@@ -170,7 +173,10 @@ class Pipeline:
             return
         slot = self._slots[bucket.index] if tier is Tier.DISK else None
         memory = self._homes.pinned(bucket) if slot is None else slot.memory
-        download = self._staging.download(self._uploads.pop(bucket.index), memory[: bucket.nbytes])
+        with nvtx.range(f"download bucket {bucket.index}"):
+            download = self._staging.download(
+                self._uploads.pop(bucket.index), memory[: bucket.nbytes]
+            )
         self._times.add("download", bucket, download.begin, download.end)
         self._report.bytes_downloaded += bucket.nbytes
         if slot is None:
@@ -235,7 +241,8 @@ class Pipeline:
             slot = self._slots[bucket.index]
             start = time.monotonic()
             if slot.read is not None:
-                slot.read.wait()
+                with nvtx.range(f"read-wait bucket {bucket.index}"):
+                    slot.read.wait()
                 self._times.add_ticket("read", bucket, slot.read)
                 self._report.bytes_read += bucket.nbytes
             read = time.monotonic()
@@ -244,7 +251,8 @@ class Pipeline:
             self._report.read_wait += read - start
             self._report.write_wait += time.monotonic() - read
             memory = slot.memory
-        upload = self._staging.upload(bucket, memory[: bucket.nbytes])
+        with nvtx.range(f"upload bucket {bucket.index}"):
+            upload = self._staging.upload(bucket, memory[: bucket.nbytes])
         self._uploads[bucket.index] = upload
         self._next_upload = bucket.index + 1
         self._times.add("upload", bucket, upload.begin, upload.end)

@@ -29,6 +29,7 @@ from .model_shards import CopyFn, Entry, ModelShards
 from .optimizer_state import InitStateFn, discover_state, state_shapes
 from .pipeline import Stages, run_step
 from .placement import Placement
+from .progress import Progress
 from .report import StepReport
 from .resident import Resident, resident_state, set_resident_state
 from .staging import ResidentBucket
@@ -499,7 +500,10 @@ class OptimizerStateStore:
                 rounds.append(self._shards.rounds(bucket, resident))
             self._casts.encode_main(bucket, resident)
 
-        written = sum(pipeline.write_main(bucket, fill) for bucket in self.layout.buckets)
+        total = sum(bucket.starts[MAIN + 1] for bucket in self.layout.buckets)
+        progress = Progress(logger, "NVMe optimizer main params, writing", total)
+        for bucket in self.layout.buckets:
+            progress.advance(pipeline.write_main(bucket, fill))
         pipeline.drain()
         self.working_set.homes.settle()
         if rounds and not bool(torch.stack(rounds).all()):
@@ -508,7 +512,7 @@ class OptimizerStateStore:
                 "--stream-optimizer-state-main-storage split takes their upper half; load weights "
                 "and main params of one checkpoint, or use fp32"
             )
-        return written
+        return total
 
     def _compare_with_model(self, manifest: checkpoint.Manifest) -> None:
         """Check that the restored main params round to the model params, and remember them."""
