@@ -184,6 +184,16 @@ def fail_everywhere(which: str, arguments: Sequence[str], directory: str, base: 
         def change_weight() -> None:
             store_that_fails().entries[0].model_shard().add_(1)
 
+        def step_then_save() -> None:
+            """Do not wait in between: the save finds what has failed behind the step."""
+            fill_grads(model)
+            optimizer.step()
+            save("other")
+
+        def fail_last_write() -> None:
+            if layer:
+                layer.fail("pwrite", errno.EIO, len(store_that_fails().layout.buckets))
+
         attempt("step-read", step, fails("preadv", 2))
         attempt("step-write", step, fails("pwrite", 2))
         attempt("step-short-file", step, lambda: layer.omit("preadv", 0) if layer else None)
@@ -192,6 +202,8 @@ def fail_everywhere(which: str, arguments: Sequence[str], directory: str, base: 
         attempt("step-failed-alone", step, lambda: store_that_fails().fail("planted"))
         attempt("refresh-write", optimizer.reload_model_params, fails("pwrite"))
         attempt("refresh-sync", optimizer.reload_model_params, fails("fdatasync"))
+        attempt("save-late-write", step_then_save, fail_last_write)
+        attempt("save-weights", save, change_weight)
         attempt("save-read", save, fails("preadv"))
         attempt("save-commit", lambda: save("other"), fails_once("commit_snapshot"))
         attempt("load-write", load, fails("pwrite"))
@@ -214,6 +226,7 @@ FATAL = {
     "step-update": "has no gradient",
     "step-weights": "the model params are not those the store published",
     "step-failed-alone": "is failed, expected ready: planted",
+    "save-late-write": "write failed at offset",
     "refresh-write": "write failed at offset",
     "refresh-sync": "sync failed",
     "load-write": "write failed at offset",
@@ -222,6 +235,7 @@ FATAL = {
     "load-weights": "weights and optimizer state are of different checkpoints",
 }
 HARMLESS = {
+    "save-weights": "the model params are not those the store published",
     "save-read": "read failed at offset",
     "save-commit": "planted",
 }
@@ -369,6 +383,107 @@ def train_alone(directory: str) -> list[Any]:
         [*gpt.BF16, *streaming.flags(directory)], 3, optimizer_tensors=streaming.streamed_tensors
     )
     return [run.final.tensors, len(list(Path(directory).glob("rank*.lock")))]
+
+
+def step_without_a_number(directory: str) -> tuple[str, int | None]:
+    """Make a step whose page cache nobody can tell; return the state after it."""
+    found: list[Any] = []
+
+    def act(model: Sequence[Any], optimizer: Any) -> None:
+        from megatron.core.optimizer.nvme_state_store.errors import StateFileError
+
+        store = optimizer._nvme_state_store
+
+        def fail() -> int:
+            raise StateFileError(Path("x"), "resident_bytes")
+
+        store.working_set.homes.cached_nbytes = fail
+        fill_grads(model)
+        optimizer.step()
+        found.extend((store.state.value, store.last_step.bytes_cached))
+        raise Stopped
+
+    with contextlib.suppress(Stopped):
+        gpt.train([*gpt.BF16, *streaming.flags(directory)], 0, after_setup=act)
+    return found[0], found[1]
+
+
+def test_a_number_for_the_log_fails_no_step(ranks: RankPool, tmp_path: Path) -> None:
+    """The step was complete."""
+    assert ranks.run(step_without_a_number, directory=str(tmp_path)) == [("ready", None)]
+
+
+def interrupt_a_step(directory: str, base: str) -> list[str]:
+    """Interrupt a step as Ctrl-C does, and return the states after it and after a load."""
+    states: list[str] = []
+
+    def act(model: Sequence[Any], optimizer: Any) -> None:
+        store = optimizer._nvme_state_store
+        optimizer.save_stores(Path(base))
+        publish = store._shards.publish
+
+        def interrupt(*args: Any) -> None:
+            raise KeyboardInterrupt
+
+        store._shards.publish = interrupt
+        fill_grads(model)
+        with contextlib.suppress(KeyboardInterrupt):
+            optimizer.step()
+        states.append(store.state.value)
+        store._shards.publish = publish
+        optimizer.load_stores(Path(base))
+        states.append(store.state.value)
+        raise Stopped
+
+    with contextlib.suppress(Stopped):
+        gpt.train([*gpt.BF16, *streaming.flags(directory)], 0, after_setup=act)
+    return states
+
+
+def test_an_interrupted_step_is_restored_by_one_load(ranks: RankPool, tmp_path: Path) -> None:
+    states = ranks.run(
+        interrupt_a_step, directory=str(tmp_path / "state"), base=str(tmp_path / "saved")
+    )
+
+    assert states == [["stepping", "ready"]]
+
+
+def build_again_and_again(directory: str) -> list[int]:
+    """Set up three times, forgetting one optimizer and closing another; return pinned bytes."""
+    import gc
+
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    from tests.emulated_cuda import pinned_memory_allocated
+
+    pinned: list[int] = []
+
+    def act(model: Sequence[Any], optimizer: Any) -> None:
+        pinned.append(pinned_memory_allocated())
+        optimizer.close_stores()
+        pinned.append(pinned_memory_allocated())
+        for _ in range(2):
+            another = get_megatron_optimizer(optimizer.config, list(model))
+            pinned.append(pinned_memory_allocated())
+            del another
+            gc.collect()
+        raise Stopped
+
+    with contextlib.suppress(Stopped):
+        gpt.train(
+            [*gpt.BF16, *gpt.MOE, *streaming.flags(directory)],
+            0,
+            after_setup=act,
+        )
+    return pinned
+
+
+def test_an_optimizer_may_be_built_again(ranks: RankPool, tmp_path: Path) -> None:
+    """Whether the one before was closed or merely forgotten."""
+    (pinned,) = ranks.run(build_again_and_again, directory=str(tmp_path))
+
+    assert pinned[0] > 0 and pinned[1] == 0
+    assert pinned[2] == pinned[0]
 
 
 def test_two_live_runs_share_a_base_directory(ranks: RankPool, tmp_path: Path) -> None:

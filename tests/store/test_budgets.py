@@ -195,6 +195,7 @@ def ranks(
     return {
         rank: Memory(
             node=node,
+            hostname=f"host of {node}",
             host_free=host_free,
             host_total=1000 * GB,
             device_free=device_free,
@@ -240,7 +241,7 @@ def test_auto_goes_by_the_rank_that_sees_least() -> None:
 
 def test_the_reserve_of_a_small_host_is_not_a_small_share() -> None:
     """A tenth of 20 GB would be gone with the first checkpoint."""
-    small = Memory("a", 20 * GB, 20 * GB, 0, 0, 0, 100 * GB)
+    small = Memory("a", "a", 20 * GB, 20 * GB, 0, 0, 0, 100 * GB)
     assert resolve_budgets(configured(None), 0, {0: small}).host == (
         20 * GB - MIN_HOST_RESERVE_BYTES
     )

@@ -256,6 +256,22 @@ def test_buckets_share_what_is_on_the_device() -> None:
         assert chosen.bucket_numel == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("dir", Path("/local"), "expected a string of directories"),
+        ("dir", 0, "expected a string of directories"),
+        ("dir", ["/local"], "not a list"),
+        ("host_gb", 1e300, "expected a number of GB, or auto"),
+        ("ahead_gb", 1e305, "expected a number of GB"),
+    ],
+)
+def test_a_config_made_in_code_is_refused_by_name(name: str, value: Any, expected: str) -> None:
+    """Types that no command line gives."""
+    with pytest.raises(ValueError, match=expected):
+        config.store_config(_config(**{f"stream_optimizer_state_{name}": value}))
+
+
 def test_the_default_directory_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCRATCH", "/local")
     assert str(config.default_directory()).startswith("/local/megatron_optimizer_state_")

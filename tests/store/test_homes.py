@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -192,6 +193,18 @@ def test_without_a_disk_tier_no_directory_is_made(config: StoreConfig) -> None:
     assert not any(base.exists() for base in config.directories)
     homes.settle()
     homes.replace_files()
+    homes.close()
+
+
+def test_files_are_replaced_in_a_directory_that_somebody_removed(config: StoreConfig) -> None:
+    """So that a run can be restored without a new start."""
+    homes = make(config)
+    for volume in homes.open_volumes():
+        shutil.rmtree(volume.directory.path)
+
+    homes.replace_files()
+
+    assert all(volume.file.path.exists() for volume in homes.open_volumes())
     homes.close()
 
 

@@ -34,7 +34,14 @@ RANKS = [
     {"model_shards", "resident"},
     {"casting"},
     {"store"},
-    {"probe"},
+    {"plan_architecture"},
+    {"plan_hf", "plan_megatron", "plan_model"},
+    {"plan_ranks"},
+    {"plan_memory"},
+    {"plan_time"},
+    {"plan_choices"},
+    {"plan_text", "plan_figure"},
+    {"plan", "probe"},
     {"__main__"},
 ]
 """As the package's docstring has them: each imports from the ranks before its own."""
@@ -59,6 +66,8 @@ WITHOUT_TORCH = {
     ),
     *("system_calls", "memory", "page_cache", "filesystems", "descriptors", "state_file"),
     *("rank_directory", "io_request", "io_engine", "direct_io", "checkpoint"),
+    *("plan_architecture", "plan_hf", "plan_megatron", "plan_model", "plan_ranks", "plan_memory"),
+    *("plan_time", "plan_choices", "plan_text", "plan_figure", "plan"),
     *("probe", "__main__", "arguments"),
 }
 """Standard library only: argument parsing and tools do not pay for torch."""

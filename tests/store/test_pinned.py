@@ -362,3 +362,28 @@ def test_the_device_and_the_host_share_pages_although_a_child_was_forked(
     os.waitpid(child, 0)
     os.close(read_end)
     memory.release()
+
+
+def test_what_nobody_released_is_unpinned_before_it_is_unmapped(runtime: Runtime) -> None:
+    """Else the driver would still call its address pinned when it is used again."""
+    memory = PinnedBytes(MIB)
+    assert runtime.registered
+
+    del memory
+    gc.collect()
+
+    assert not runtime.registered
+
+
+def test_forgotten_memory_that_cuda_keeps_stays_mapped(
+    runtime: Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = PinnedBytes(MIB)
+    address = memory.tensor.data_ptr()
+    runtime.refuses = 999
+
+    del memory
+    gc.collect()
+
+    assert "forgotten pinned memory stays pinned" in caplog.text
+    assert mapped_bytes(address) >= MIB

@@ -232,6 +232,25 @@ def test_a_failing_transfer_is_raised_and_spoils_nothing(failing: str) -> None:
     assert run.at_home == [(index, 1) for index in BUCKETS]
 
 
+def test_a_failed_write_is_told_until_it_is_forgotten() -> None:
+    """The bytes at home are lost: neither a second drain nor a save may overlook that."""
+    last = place_buckets(LAYOUT, 0, 0, 1).places[-1].offset
+    run = Run(Machine(fails=frozenset([f"write {last}#0"])))
+    run.step()
+
+    for _ in range(2):
+        with pytest.raises(StateStoreError, match="planted"):
+            run.pipeline.drain()
+    run.pipeline.forget()
+    run.pipeline.drain()
+
+
+def test_slots_do_not_outnumber_the_buckets_that_pass_through_them() -> None:
+    """An upload of the host tier waits for its bucket's download through its slot alone."""
+    with pytest.raises(AssertionError, match="an upload may overtake a download"):
+        Run(Machine(), device_slots=len(LAYOUT.buckets) + 1)
+
+
 def test_reads_go_ahead_and_writes_stay_behind() -> None:
     """The next step's first reads are under way when a step returns, and its last writes too."""
     machine = Machine()

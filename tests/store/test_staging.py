@@ -130,6 +130,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
     monkeypatch.setattr(torch.Tensor, "copy_", copy)
     monkeypatch.setattr(torch.cuda, "Stream", made.make_stream)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", made.make_event)
     monkeypatch.setattr(torch.cuda, "stream", made.stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: made.current)

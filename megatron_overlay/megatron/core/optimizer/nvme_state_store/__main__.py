@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from . import probe
+from . import plan, probe
 
 
 class _Command(Protocol):
@@ -19,7 +19,7 @@ class _Command(Protocol):
     def run(self, arguments: argparse.Namespace) -> int: ...
 
 
-_COMMANDS: dict[str, _Command] = {"probe": probe}
+_COMMANDS: dict[str, _Command] = {"plan": plan, "probe": probe}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

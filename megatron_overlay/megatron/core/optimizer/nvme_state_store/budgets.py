@@ -27,7 +27,8 @@ class Memory:
     """What one rank sees before any rank has taken memory for its state.
 
     Attributes:
-        node: name of its node.
+        node: tells its node from others; containers of one share it.
+        hostname: how people call it.
         host_free: bytes that can be had on the node, or in the cgroup if that has less.
         host_total: bytes of the node or cgroup.
         device_free: bytes of its device.
@@ -37,6 +38,7 @@ class Memory:
     """
 
     node: str
+    hostname: str
     host_free: int
     host_total: int
     device_free: int
@@ -173,4 +175,4 @@ def _number(path: Path) -> int | None:
         text = path.read_text().strip()
     except OSError:
         return None
-    return int(text) if text.isdigit() else None
+    return int(text) if text.isascii() and text.isdigit() else None

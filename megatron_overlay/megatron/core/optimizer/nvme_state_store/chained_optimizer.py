@@ -22,6 +22,7 @@ from .budgets import Budgets, Memory, host_memory, resolve_budgets
 from .checkpoint import PreparedSnapshot
 from .config import store_config
 from .errors import StateStoreError
+from .filesystems import boot_id
 from .layer_wise_optimizer import StreamedLayerWiseOptimizer
 from .metrics import metrics_of
 from .store import OptimizerStateStore, new_generation
@@ -73,11 +74,12 @@ class StreamedChainedOptimizer(ChainedOptimizer):
         try:
             host_free, host_total = host_memory()
             device_free, device_total = torch.cuda.mem_get_info()
-        except (OSError, KeyError, RuntimeError) as caught:
+        except (OSError, KeyError, ValueError, RuntimeError) as caught:
             error = caught
         self._agree(error)
         mine = Memory(
-            node=socket.gethostname(),
+            node=boot_id(),
+            hostname=socket.gethostname(),
             host_free=host_free,
             host_total=host_total,
             device_free=device_free,
@@ -231,6 +233,14 @@ class StreamedChainedOptimizer(ChainedOptimizer):
         """Return what the last step of this rank's stores did: see `metrics_of`."""
         return metrics_of(self._stores())
 
+    def close_stores(self) -> None:
+        """Remove the files of this rank and give all memory back; nothing works after it.
+
+        A process that makes its optimizer anew calls it first. It is no collective.
+        """
+        for store in self._stores():
+            store.close()
+
     def drain_stores(self) -> None:
         """Wait until all that the last step began is on disk; a later step or save does that, too.
 
@@ -252,8 +262,10 @@ class StreamedChainedOptimizer(ChainedOptimizer):
         """Save every store below ``base_dir``.
 
         Raises:
-            StateStoreError: on all ranks, if the store of any failed.
+            StateStoreError: on all ranks, if the store of any failed. If it was a write of the last
+                step, no store is usable.
         """
+        self.drain_stores()  # what is lost at home is no mere failure to save
         generation = new_generation(dist.group.WORLD)
         prepared: dict[OptimizerStateStore, PreparedSnapshot] = {}
 

@@ -106,9 +106,14 @@ def store_config(config: Any) -> StoreConfig:
     )
 
 
-def _directories(chosen: str | None) -> tuple[Path, ...]:
-    if not chosen:
+def _directories(chosen: Any) -> tuple[Path, ...]:
+    if chosen is None or chosen == "":
         return (default_directory(),)
+    if not isinstance(chosen, str):
+        raise ValueError(
+            f"--stream-optimizer-state-dir {chosen}: expected a string of directories, separated "
+            f"by commas, not a {type(chosen).__name__}"
+        )
     directories = tuple(Path(each) for each in chosen.split(",") if each)
     if len({os.path.realpath(each) for each in directories}) != chosen.count(",") + 1:
         raise ValueError(
@@ -124,7 +129,7 @@ def _budget(flag: str, value: Any) -> int | None:
 
 def _bytes(flag: str, value: Any, expected: str) -> int:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < math.inf:
+    if not is_number or not 0 <= value * GB < math.inf:
         raise ValueError(f"--stream-optimizer-state-{flag} {value}: expected {expected}")
     return int(value * GB)
 

@@ -15,6 +15,14 @@ _LOCAL = frozenset(
 _SHARED_BY_HOST = frozenset(("9p", "virtiofs", "vboxsf", "fuse.gcsfuse", "fuse.s3fs"))
 
 
+def boot_id() -> str:
+    """Return what tells this boot of this kernel from all others; containers share it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
 def filesystem_type(path: Path) -> str:
     """Return the type of the filesystem that holds an absolute path without symlinks.
 

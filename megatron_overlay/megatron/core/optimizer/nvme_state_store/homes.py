@@ -166,6 +166,7 @@ class Homes:
             old = volume.file
             with contextlib.suppress(StateFileError):
                 old.remove()
+            old.path.parent.mkdir(mode=0o700, exist_ok=True)  # somebody may have cleaned up
             volume.file = StateFile.create(old.path, old.nbytes, is_direct=volume.is_direct)
 
     def close(self) -> None:

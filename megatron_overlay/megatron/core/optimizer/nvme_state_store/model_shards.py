@@ -132,7 +132,20 @@ class ModelShards:
     def check(self, buckets: Sequence[Bucket]) -> None:
         """Raise a `StateStoreError` if the model's shards are not those last published.
 
-        Or if one of them has no gradient. Waits for the device once, not for each bucket.
+        Or if one of them has no gradient.
+        """
+        self.check_published(buckets)
+        for bucket in buckets:
+            for piece in bucket.slices:
+                if self.entries[piece.entry].main.grad is None:
+                    raise StateStoreError(
+                        f"{self.entries[piece.entry].record.name} has no gradient"
+                    )
+
+    def check_published(self, buckets: Sequence[Bucket]) -> None:
+        """Raise a `StateStoreError` if the model's shards are not those last published.
+
+        Waits for the device once, not for each bucket.
         """
         changed = self._changed(buckets, [self._fingerprints[each.index] for each in buckets])
         if changed is not None:
@@ -141,12 +154,6 @@ class ModelShards:
                 "something replaced them without refreshing the main params; call "
                 "reload_model_params() after loading weights"
             )
-        for bucket in buckets:
-            for piece in bucket.slices:
-                if self.entries[piece.entry].main.grad is None:
-                    raise StateStoreError(
-                        f"{self.entries[piece.entry].record.name} has no gradient"
-                    )
 
     def fingerprints(self, buckets: Sequence[Bucket]) -> tuple[tuple[int, ...], ...]:
         """Return what is known of the shards, as numbers that another run can compare."""

@@ -23,6 +23,7 @@ import errno
 import logging
 import mmap
 import os
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -83,6 +84,9 @@ class PinnedBytes:
                     raise
                 raise _error(nbytes, "pin", error) from error
             self._address = address
+            forgotten = weakref.finalize(self, _unpin_forgotten, self._map, address, self._pid)
+            forgotten.atexit = False  # the driver may be gone by then
+            self._forgotten = forgotten
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -118,6 +122,7 @@ class PinnedBytes:
         address, self._address = self._address, 0
         if not address or os.getpid() != self._pid:
             return
+        self._forgotten.detach()
         try:
             _call("cudaHostUnregister", address)
         except Exception as error:
@@ -130,6 +135,17 @@ class PinnedBytes:
 
 
 _unreleasable: list[mmap.mmap | None] = []
+
+
+def _unpin_forgotten(mapped: mmap.mmap, address: int, pid: int) -> None:
+    """Unpin what nobody released, before it is unmapped and its address used again."""
+    if os.getpid() != pid:
+        return
+    try:
+        _call("cudaHostUnregister", address)
+    except Exception as error:
+        _unreleasable.append(mapped)
+        logger.warning("forgotten pinned memory stays pinned: %s", error)
 
 
 def _mapped(nbytes: int, num_threads: int) -> mmap.mmap:

@@ -118,6 +118,10 @@ class Pipeline:
         self._staging = staging
         self._buckets = homes.layout.buckets
         self._on_disk = [self._buckets[index] for index in homes.placement.indices(Tier.DISK)]
+        # An upload waits for the last download out of its device slot alone. Downloads follow each
+        # other, so that covers the one that took the bucket home, unless slots outnumber buckets.
+        num_away = len(self._buckets) - len(homes.placement.indices(Tier.DEVICE))
+        assert staging.num_slots <= max(num_away, 1), "or an upload may overtake a download"
         size = homes.layout.slot_nbytes
         starts = [index * size for index in range(num_slots)]
         self._host_slots = [
@@ -293,13 +297,15 @@ class Pipeline:
         """Wait until every bucket is at home; reads ahead may go on.
 
         Raises:
-            StateFileError: a write has failed: the first one, in walk order.
+            StateFileError: a write has failed: the first one, in walk order; also at every later
+            call, until `forget`.
         """
         self._staging.synchronize()
         failed: StateStoreError | None = None
         for index in sorted(self._writes):
             try:
-                self._writes.pop(index).wait()
+                self._writes[index].wait()
+                del self._writes[index]  # one that failed stays: the bytes at home are lost
             except StateStoreError as error:
                 failed = failed or error
         if failed is not None:

@@ -50,6 +50,7 @@ from types import TracebackType
 from typing import Self
 
 from .errors import DirectoryError
+from .filesystems import boot_id as _boot_id
 from .filesystems import filesystem_type as _filesystem_type
 
 logger = logging.getLogger(__name__)
@@ -296,13 +297,6 @@ def _remove_tree(path: Path) -> int:
             raise
         return 0
     return nbytes
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return "unknown"
 
 
 _registered_pids: set[int] = set()

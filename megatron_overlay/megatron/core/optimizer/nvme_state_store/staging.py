@@ -30,6 +30,8 @@ allocator knows the caller's stream alone.
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from .formats import FP32
@@ -93,6 +95,8 @@ class Staging:
         self._is_allocated = False
         self._upload_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._download_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Whoever forgets this object must not free memory that copies still use.
+        weakref.finalize(self, _wait_for, self._upload_stream, self._download_stream)
 
     def allocate(self) -> None:
         """Take the memory of the slots, if it is not there."""
@@ -177,7 +181,7 @@ class Staging:
             host.copy_(upload.resident.stored[: host.numel()], non_blocking=True)
             end = self.mark()
         self._downloaded[upload.slot] = end
-        return Download(begin, end)
+        return Download(begin, end, self._device)
 
     def mark(self) -> torch.cuda.Event:
         """Record a point in the current stream's time."""
@@ -220,10 +224,20 @@ class Download:
         end: likewise.
     """
 
-    def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
+    def __init__(
+        self, begin: torch.cuda.Event, end: torch.cuda.Event, device: torch.device
+    ) -> None:
         self.begin = begin
         self.end = end
+        self._device = device
 
     def wait(self) -> None:
         """Block until the bucket has arrived. Thread: any."""
-        self.end.synchronize()
+        # Else a thread's first call would make a context on device 0, on every rank of a node.
+        with torch.cuda.device(self._device):
+            self.end.synchronize()
+
+
+def _wait_for(*streams: torch.cuda.Stream) -> None:
+    for stream in streams:
+        stream.synchronize()

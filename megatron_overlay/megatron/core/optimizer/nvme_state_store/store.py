@@ -21,7 +21,7 @@ from .bucket_optimizer import update_params, update_slices
 from .budgets import Budgets
 from .casting import Casts
 from .config import GB, StoreConfig
-from .errors import StateStoreError
+from .errors import StateFileError, StateStoreError
 from .formats import main_format, moment_format
 from .io_engine import IoCounters
 from .layout import MAIN, Bucket, Layout, make_layout, make_whole_layout
@@ -43,7 +43,7 @@ class State(enum.Enum):
 
     EMPTY -> READY: `initialize_main_from_model_params`
     READY -> STEPPING -> READY: `step`
-    READY, FAILED -> READY: `load_from`
+    READY, FAILED, STEPPING (a step was interrupted) -> READY: `load_from`
     READY, STEPPING, any -> FAILED: an error in between; only `load_from` restores from here
     any -> CLOSED: `close`
     """
@@ -238,7 +238,7 @@ class OptimizerStateStore:
         """
         with self._collective("end of the last step's writes"):
             self._require(State.READY)
-            self.working_set.pipeline.drain()
+            self.working_set.drain()
 
     def release_slots(self, *, host: bool = False) -> None:
         """Give the memory of the device slots back until the next use; for colocated training.
@@ -282,7 +282,8 @@ class OptimizerStateStore:
             self._set_steps(self.steps + 1)
         self._state = State.READY
         report.seconds = time.monotonic() - start
-        report.bytes_cached = self.working_set.homes.cached_nbytes()
+        with contextlib.suppress(StateFileError):  # a number for the log fails no step
+            report.bytes_cached = self.working_set.homes.cached_nbytes()
         self.last_step = report
         logger.info("NVMe streaming step: %s", report)
         return True
@@ -300,7 +301,7 @@ class OptimizerStateStore:
         """
         with self._collective("refresh of the main params"):
             self._require(State.READY)
-            self.working_set.pipeline.drain()
+            self.working_set.drain()
             self._write_mains(copy_fn)
         self.working_set.pipeline.read_ahead()
 
@@ -333,10 +334,12 @@ class OptimizerStateStore:
         start = time.monotonic()
         directory = Path(base_dir) / self.name
         prepared: checkpoint.PreparedSnapshot | None = None
+        if self._state is State.READY:
+            self.drain()
         try:
             with self._collective("save", is_fatal=False):
                 self._require(State.READY)
-                self.working_set.pipeline.drain()
+                self._shards.check_published(self.layout.buckets)
                 prepared = checkpoint.prepare_snapshot(
                     directory,
                     self.layout,
@@ -388,7 +391,7 @@ class OptimizerStateStore:
         directory = Path(base_dir) / self.name
         has_one = False
         with self._collective("search for a snapshot", is_fatal=False):
-            if self._state is not State.FAILED:
+            if self._state not in (State.FAILED, State.STEPPING):
                 self._require(State.READY)
             has_one = checkpoint.is_snapshot(directory)
         found = gather(has_one, self._group)
@@ -400,7 +403,7 @@ class OptimizerStateStore:
             if missing:
                 raise StateStoreError(f"{base_dir}: no snapshot of ranks {missing}")
             self.working_set.pipeline.forget()
-            if self._state is State.FAILED:
+            if self._state is not State.READY:
                 self.working_set.homes.replace_files()
             manifest, resident = checkpoint.load_snapshot(
                 directory,
@@ -433,7 +436,11 @@ class OptimizerStateStore:
         self._require(State.READY)
         found: dict[str, list[torch.Tensor]] = {name: [] for name in self.layout.segments}
         pipeline = self.working_set.pipeline
-        pipeline.drain()
+        try:
+            pipeline.drain()
+        except StateStoreError as error:
+            self.fail(str(error))
+            raise
         pipeline.forget()
 
         def look(bucket: Bucket, resident: ResidentBucket) -> None:
@@ -517,6 +524,8 @@ class OptimizerStateStore:
     def _compare_with_model(self, manifest: checkpoint.Manifest) -> None:
         """Check that the restored main params round to the model params, and remember them."""
         if self._casts.is_split:
+            if len(manifest.fingerprints) != len(self.layout.buckets):
+                raise StateStoreError("the snapshot lacks the fingerprints that split needs")
             self._shards.require(self.layout.buckets, manifest.fingerprints)
 
         def look(bucket: Bucket, resident: ResidentBucket) -> None:

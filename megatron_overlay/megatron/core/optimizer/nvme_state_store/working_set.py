@@ -73,6 +73,15 @@ class WorkingSet:
             self._pipeline = Pipeline(self.homes, self.staging, self._host, num_slots)
         return self._pipeline
 
+    def drain(self) -> None:
+        """Wait until every bucket is at home; pins nothing for that.
+
+        Raises:
+            StateFileError: a write has failed.
+        """
+        if self._pipeline is not None:
+            self._pipeline.drain()
+
     def release_slots(self, *, host: bool) -> None:
         """Give the memory of the slots back until the next use; all must be at home.
 

@@ -1,0 +1,191 @@
+"""Plans are within 10 % of what was measured on H200s, in runs that no constant was fitted to.
+
+Sources: docs/benchmarks/2026-11-30-engine.md, 2026-11-30-muon.md, and the project's measurements of
+2026-11-29. Two runs are fitted: the constant of `plan_time` to FULL_HOST, and DISK_RATE, an input
+that a user has from `probe`, to the disk-only run, for the run with 12 GB of host tier. All others
+are predicted from limits that were measured beside them; two of them are these two runs, looked at
+in another way (exposed; with the disk's limit).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from megatron.core.optimizer.nvme_state_store.config import StoreConfig
+from megatron.core.optimizer.nvme_state_store.plan_memory import (
+    Machine,
+    Streamed,
+    stock_device_bytes,
+    stream,
+)
+from megatron.core.optimizer.nvme_state_store.plan_model import (
+    Kind,
+    Model,
+    Tensor,
+    model_of_numbers,
+)
+from megatron.core.optimizer.nvme_state_store.plan_ranks import Parallel, Rank, largest_rank
+from megatron.core.optimizer.nvme_state_store.plan_time import (
+    SECONDS_PER_PARAM,
+    UPDATE_PARAMS_PER_S,
+    Rates,
+    StepTime,
+    step_time,
+)
+
+from buildtools.paths import ROOT
+
+MATRIX = 8192 * 8192
+GB = 10**9
+DISK_RATE = 2.06
+"""GB/s of the disk-only run: 51.5 GB, as a plan has them, in 25.0 s. Beside it 2.18 and 2.01 GB/s
+were measured."""
+PCIE_RATE = 50.65
+"""GB/s each way: half of 101.1 and 101.5, before and after FULL_HOST."""
+FULL_HOST = 0.545
+
+
+@dataclass(frozen=True)
+class Run:
+    """A measured run.
+
+    Attributes:
+        seconds: of a step, or what training waited for if ``between`` is given.
+        matrices: of 8192 x 8192.
+        disk: GB/s, mixed.
+        pcie: GB/s each way.
+        host: GB of the host tier.
+        ahead: GB of host slots.
+        split: main params are split and moments are BF16.
+        between: seconds of forward and backward.
+        dp: ranks.
+    """
+
+    seconds: float
+    matrices: int = 32
+    disk: float = DISK_RATE
+    pcie: float = PCIE_RATE
+    host: float = 0.0
+    ahead: float = 0.0
+    split: bool = False
+    between: float | None = None
+    dp: int = 1
+
+    @property
+    def rank(self) -> Rank:
+        return largest_rank(model_of_numbers(self.matrices * MATRIX), Parallel(self.dp), "adam")
+
+    def stream(self) -> Streamed:
+        config = StoreConfig(
+            (Path("/disk"),),
+            host_bytes=int(self.host * GB),
+            ahead_bytes=int(self.ahead * GB),
+            main_storage="split" if self.split else "fp32",
+            moment_dtype="bf16" if self.split else "fp32",
+        )
+        return stream(self.rank, config, "fp32", "torch", Machine(self.dp))
+
+    def predict(self) -> StepTime:
+        update = UPDATE_PARAMS_PER_S["torch"]
+        rates = Rates(self.disk * GB, None, None, self.pcie * GB, update)
+        return step_time(self.stream(), self.rank, Machine(self.dp), rates, self.between)
+
+
+FITTED = {
+    "all in the host tier": Run(FULL_HOST, host=30),
+    "disk only": Run(25.0),
+}
+PREDICTED = {
+    "12 GB host tier": Run(12.3, host=12, pcie=48),
+    "split, bf16, 12 GB host tier": Run(0.553, disk=2.04, host=12, pcie=48, split=True),
+    "beside forward and backward": Run(0.124, 8, disk=1.91, host=3.325, ahead=3.625, between=4.51),
+    "two GPUs, host tier": Run(0.102, 8, pcie=41, host=10, dp=2),
+    "disk only, its own limit": Run(25.0, disk=2.095),
+    "tmpfs, exposed": Run(2.37, 12, disk=8.28),
+    "prototype, host tier": Run(0.522, pcie=50.8, host=30),
+    "all in the host tier, exposed": Run(0.538, host=30, between=10),
+}
+
+
+def seconds(run: Run) -> float:
+    """Return what is predicted of a run."""
+    time = run.predict()
+    found = time.step if run.between is None else time.exposed
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("run", FITTED.values(), ids=FITTED)
+def test_the_fitted_runs_are_met(run: Run) -> None:
+    assert seconds(run) == pytest.approx(run.seconds, rel=0.005)
+
+
+@pytest.mark.parametrize("run", PREDICTED.values(), ids=PREDICTED)
+def test_other_runs_are_predicted_within_ten_percent(run: Run) -> None:
+    assert seconds(run) == pytest.approx(run.seconds, rel=0.1)
+
+
+def test_the_constant_is_what_the_one_fitted_run_has_beyond_its_copies() -> None:
+    streamed = FITTED["all in the host tier"].stream()
+    copies = (streamed.away_nbytes + streamed.bucket_nbytes) / (PCIE_RATE * GB)
+    assert pytest.approx((FULL_HOST - copies) / (32 * MATRIX), rel=0.01) == SECONDS_PER_PARAM
+
+
+def test_a_limit_that_changes_between_runs_is_an_error_of_the_plan() -> None:
+    """Known, not wanted: beside the run with 12 GB of host tier 1.94 GB/s were measured."""
+    assert seconds(Run(12.3, host=12, disk=1.935, pcie=48)) / 12.3 == pytest.approx(1.16, abs=0.01)
+
+
+def test_bytes_that_moved_are_those_that_were_counted() -> None:
+    """On disk but for what the first of two steps finds read already: 1 to 2 buckets a step."""
+    bucket = 0.6
+    for run, moved in ((FITTED["disk only"], 50.6), (PREDICTED["12 GB host tier"], 26.6)):
+        planned = run.stream()
+        per_step = (planned.read_nbytes + planned.disk_nbytes) / GB
+        assert moved <= per_step <= moved + 2 * bucket
+    split = PREDICTED["split, bf16, 12 GB host tier"].stream()
+    assert split.read_nbytes == 0
+    assert split.disk_nbytes / GB == pytest.approx(1.2, abs=0.05)
+    assert 2 * split.away_nbytes / GB == pytest.approx(26.3, abs=0.05)
+
+
+@pytest.mark.parametrize(("inner", "measured"), [("te", 38.7), ("torch", 47.2)])
+def test_the_peak_of_a_stock_run_is_the_measured_one(inner: str, measured: float) -> None:
+    stock = stock_device_bytes(FITTED["disk only"].rank, "fp32", inner, Machine(1))
+    assert stock.total / GB == pytest.approx(measured, abs=0.1)
+
+
+@pytest.mark.parametrize(("inner", "measured"), [("te", 15.29), ("torch", 15.49)])
+def test_the_peak_of_a_streamed_run_is_the_measured_one(inner: str, measured: float) -> None:
+    run = FITTED["disk only"]
+    streamed = stream(run.rank, StoreConfig((Path("/disk"),)), "fp32", inner, Machine(1))
+    assert streamed.device.total / GB == pytest.approx(measured, abs=0.05)
+    assert streamed.state_nbytes / GB == pytest.approx(25.8, abs=0.05)
+
+
+def test_muons_peak_is_the_measured_one() -> None:
+    """31.2 GB, of which 30.1 stay between two steps."""
+    matrix = Tensor(MATRIX, Kind.DENSE, 0, 32, is_matrix=True)
+    rank = largest_rank(Model((matrix,), layers=1), Parallel(), "muon")
+    stock = stock_device_bytes(rank, "fp32", "te", Machine(1))
+
+    assert stock.total / GB == pytest.approx(31.2, abs=0.1)
+    assert (stock.total - stock.temporary) / GB == pytest.approx(30.1, abs=0.1)
+
+
+def test_the_table_of_the_documentation_has_these_numbers() -> None:
+    text = (ROOT / "docs" / "planning.md").read_text()
+    table = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| ")]
+    shown = sorted(
+        tuple(float(cell.removesuffix(" s ")) for cell in cells[2:4])
+        for cells in table
+        if len(cells) == 5 and cells[2].endswith(" s ")
+    )
+
+    runs = {**FITTED, **PREDICTED}
+    expected = sorted((run.seconds, seconds(run)) for run in runs.values())
+    assert [measured for measured, _ in shown] == [measured for measured, _ in expected]
+    for (_, predicted), (_, computed) in zip(shown, expected, strict=True):
+        assert predicted == pytest.approx(computed, rel=0.006)
