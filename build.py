@@ -61,6 +61,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "other arguments are passed to examples/train_gpt.py: --ranks N, --steps N, --text FILE, "
         "--work-dir DIR, --keep; after `--`, to Megatron"
     )
+    add_image(add)
     doctor = add("doctor", sources=False)
     subject = doctor.add_mutually_exclusive_group(required=True)
     subject.add_argument("wheel", nargs="?", metavar="WHEEL", help="a wheel file")
@@ -100,10 +101,32 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add_series_verbs(add)
     add("clean", sources=False)
     args, passed_on = parser.parse_known_args(argv)
-    if passed_on and args.verb not in ("test", "train-example"):
+    takers = ["test", "train-example", *(["image"] if passed_on[:1] == ["--"] else [])]
+    if passed_on and args.verb not in takers:
         parser.error(f"unrecognized arguments: {' '.join(passed_on)}")
     args.passed_on = passed_on
     return args
+
+
+def add_image(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the verb that makes an image."""
+    image = add("image", sources=False)
+    image.set_defaults(source="index", engine="git")
+    image.epilog = "arguments after `--` go to the engine's build command"
+    image.add_argument("--base", metavar="IMAGE", help="default: the Dockerfile's BASE_IMAGE")
+    image.add_argument("--tag", metavar="NAME[:TAG]", help="default: megatron-nvme:VERSION")
+    image.add_argument(
+        "--engine",
+        dest="container_engine",
+        choices=["docker", "podman", "buildah"],
+        help="default: the first of these that works",
+    )
+    image.add_argument("--dry-run", action="store_true", help="show the command, build no image")
+    what = image.add_mutually_exclusive_group()
+    what.add_argument("--wheel", metavar="WHEEL", help="bake this one (default: the tree's)")
+    what.add_argument(
+        "--inside", action="store_true", help="build the wheel in a stage of the image"
+    )
 
 
 def add_series_verbs(add: Callable[..., argparse.ArgumentParser]) -> None:

@@ -14,6 +14,7 @@ from buildtools import doctor as doctors
 from buildtools import seriesverbs
 from buildtools.apply import ENGINES
 from buildtools.console import BuildError, say, step
+from buildtools.containers import choose
 from buildtools.drift import Drift, details, look_at, table, to_json, to_markdown
 from buildtools.environments import (
     build_environment,
@@ -23,6 +24,7 @@ from buildtools.environments import (
     run_logged,
     test_environment,
 )
+from buildtools.image import Plan, context_of_sources, context_of_wheel, make_image
 from buildtools.interpreter import STARTED_BY
 from buildtools.paths import (
     DIST,
@@ -96,16 +98,21 @@ def wheel(args: argparse.Namespace) -> int:
     return 0
 
 
-def _environment_with_wheel(args: argparse.Namespace) -> Path:
-    """Return the Python of the test environment, with the wheel of the present tree installed."""
-    python = test_environment(offline=args.offline)
+def _present_wheel(args: argparse.Namespace) -> Path:
+    """Return the wheel of the present tree, built if it was not yet."""
     recipe = _recipe(args)
     wheels = WORK / "wheels" / fingerprint(recipe)
     found = list(wheels.glob("*.whl"))
     if found:  # still assemble: that is what notices an edited overlay
         with step("assemble the tree"), scratch_dir(WORK) as scratch:
             assemble(recipe, ENGINES[args.engine](), scratch / "tree")
-    installed = found[0] if found else _make_wheel(args, wheels)[0]
+    return found[0] if found else _make_wheel(args, wheels)[0]
+
+
+def _environment_with_wheel(args: argparse.Namespace) -> Path:
+    """Return the Python of the test environment, with the wheel of the present tree installed."""
+    python = test_environment(offline=args.offline)
+    installed = _present_wheel(args)
     stamp = python.parent.parent / "installed-wheel"
     if not stamp.exists() or stamp.read_text() != str(installed):
         with step(f"install {installed.name}"):
@@ -142,6 +149,31 @@ def train_example(args: argparse.Namespace) -> int:
     """Train the example from the built wheel."""
     python = _environment_with_wheel(args)
     return _run_in_repository([str(python), "examples/train_gpt.py", *args.passed_on])
+
+
+def image(args: argparse.Namespace) -> int:
+    """Bake the wheel into an image on a base that has torch."""
+    engine = choose(args.container_engine)
+    name = "Dockerfile.build" if args.inside else "Dockerfile"
+    context = WORK / "image" / name
+    with exclusive(WORK / "image"):  # from the making of the context to the end of the build
+        if args.inside:
+            arguments = context_of_sources(_recipe(args), _cached_for_wheel(args), context)
+        else:
+            wheel = _present_wheel(args) if args.wheel is None else Path(args.wheel)
+            arguments = context_of_wheel(wheel, context)
+        options = tuple(args.passed_on[1:])  # after the `--`
+        plan = Plan(ROOT / name, context, args.base, args.tag, arguments, options)
+        make_image(plan, engine, dry_run=args.dry_run)
+    return 0
+
+
+def _cached_for_wheel(args: argparse.Namespace) -> dict[str, Path]:
+    """Return what `wheel --offline` takes from the cache: name there -> path."""
+    sdist = cached_sdist(read_pin(UPSTREAM_TOML), cache_dir(), downloader(offline=args.offline))
+    python = build_environment(offline=args.offline)
+    packages = fetch_packages("build.txt", python, offline=args.offline)
+    return {path.relative_to(cache_dir()).as_posix(): path for path in (sdist, packages)}
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -256,6 +288,7 @@ VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "wheel": wheel,
     "test": test,
     "train-example": train_example,
+    "image": image,
     "doctor": doctor,
     "check": check,
     "drift": drift,
