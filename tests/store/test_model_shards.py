@@ -273,3 +273,20 @@ def test_loaded_main_params_must_be_near_the_quantised_values(model: Model) -> N
     compare(param.values.float())
     with pytest.raises(StateStoreError, match="of different checkpoints"):
         compare(some(numel, 4) * torch.logspace(-9, 0, numel))
+
+
+def test_params_that_are_offloaded_are_not_read(model: Model) -> None:
+    """Their storage is gone: on a GPU it would be an illegal access, here a crash."""
+    step(model, 3)
+    bucket, slot = model.layout.buckets[0], model.slots[0]
+    model.entries[0].model_shard().untyped_storage().resize_(0)
+
+    for call in (
+        lambda: model.shards.check_published(model.layout.buckets),
+        lambda: model.shards.fill(bucket, slot, None),
+        lambda: model.shards.publish(bucket, slot),
+        lambda: model.shards.compare(bucket, slot),
+        lambda: model.shards.rounds(bucket, slot),
+    ):
+        with pytest.raises(StateStoreError, match="param0: the model params are offloaded"):
+            call()

@@ -81,7 +81,7 @@ class Casts:
         main = resident.segment(bucket, MAIN)
         low, ties = split_parts(self._stored(bucket, resident, MAIN), bucket.numel)
         for piece in bucket.slices:
-            shard = self._entries[piece.entry].model_shard()
+            shard = self._entries[piece.entry].shard()
             # Slices begin at multiples of 64: their bits begin with a byte.
             here = slice(piece.offset, piece.offset + piece.numel)
             yield (

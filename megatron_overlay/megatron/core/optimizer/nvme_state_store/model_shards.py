@@ -72,9 +72,24 @@ class Entry:
     model_shard: Callable[[], torch.Tensor]
     quantised: Quantised | None = None
 
+    def shard(self) -> torch.Tensor:
+        """Return the model's shard, which is there.
+
+        Raises:
+            StateStoreError: its storage was released: a framework has offloaded the params. To read
+                it would be an illegal memory access.
+        """
+        shard = self.model_shard()
+        if not shard.untyped_storage().nbytes():
+            raise StateStoreError(
+                f"{self.record.name}: the model params are offloaded; restore them before a step, "
+                "a refresh, a save or a load of the optimizer state"
+            )
+        return shard
+
     def values(self) -> torch.Tensor:
         """Return the model's shard in 16 bits, flat."""
-        return self.model_shard() if self.quantised is None else self.quantised.values()
+        return self.shard() if self.quantised is None else self.quantised.values()
 
     def parked(self) -> torch.Tensor:
         """Return where the 16-bit main params of a quantised param wait for the cast, flat."""
@@ -248,7 +263,7 @@ class ModelShards:
         targets, sources = [], []
         for piece in bucket.slices:
             entry = self.entries[piece.entry]
-            target = entry.model_shard() if entry.quantised is None else entry.parked()
+            target = entry.shard() if entry.quantised is None else entry.parked()
             targets.append(target[piece.start : piece.start + piece.numel])
             sources.append(main[piece.offset : piece.offset + piece.numel])
         torch._foreach_copy_(targets, sources)
@@ -275,7 +290,7 @@ class ModelShards:
             where = slice(piece.start, piece.start + piece.numel)
             ours = main[piece.offset : piece.offset + piece.numel]
             if entry.quantised is None:
-                shard = entry.model_shard()[where]
+                shard = entry.shard()[where]
                 rounded = ours.to(shard.dtype)
                 is_same = torch.equal(rounded.view(torch.int16), shard.view(torch.int16))
             else:
@@ -296,7 +311,7 @@ class ModelShards:
         main = resident.segment(bucket, MAIN)
         flags = []
         for piece in bucket.slices:
-            shard = self.entries[piece.entry].model_shard()
+            shard = self.entries[piece.entry].shard()
             ours = main[piece.offset : piece.offset + piece.numel]
             flags.append(rounds_to(ours, shard[piece.start : piece.start + piece.numel]))
         return torch.stack(flags).all()
@@ -309,7 +324,7 @@ class ModelShards:
         parts = []
         for piece in bucket.slices:
             entry = self.entries[piece.entry]
-            parts.append(entry.model_shard()[piece.start : piece.start + piece.numel])
+            parts.append(entry.shard()[piece.start : piece.start + piece.numel])
             if entry.quantised is not None:
                 parts.append(entry.quantised.scales())
         return fingerprint(parts)
