@@ -251,7 +251,8 @@ class Pipeline:
                 self._report.bytes_read += bucket.nbytes
             read = time.monotonic()
             if bucket.index in self._writes:
-                self._writes.pop(bucket.index).wait()
+                self._writes[bucket.index].wait()
+                del self._writes[bucket.index]  # not before: `drain` must find one that failed
             self._report.read_wait += read - start
             self._report.write_wait += time.monotonic() - read
             memory = slot.memory

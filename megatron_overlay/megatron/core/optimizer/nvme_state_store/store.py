@@ -238,7 +238,15 @@ class OptimizerStateStore:
         """
         with self._collective("end of the last step's writes"):
             self._require(State.READY)
+            self._bring_home()
+
+    def _bring_home(self) -> None:
+        """Wait until every bucket is at home; if one cannot be, its bytes are lost: FAILED."""
+        try:
             self.working_set.drain()
+        except StateStoreError as error:
+            self.fail(str(error))
+            raise
 
     def release_slots(self, *, host: bool = False) -> None:
         """Give the memory of the device slots back until the next use; for colocated training.
@@ -301,7 +309,7 @@ class OptimizerStateStore:
         """
         with self._collective("refresh of the main params"):
             self._require(State.READY)
-            self.working_set.drain()
+            self._bring_home()
             self._write_mains(copy_fn)
         self.working_set.pipeline.read_ahead()
 
@@ -316,8 +324,8 @@ class OptimizerStateStore:
         """Write a snapshot into a directory of this store below ``base_dir``.
 
         Raises:
-            StateStoreError: on all ranks of the group. The store stays READY, and an older
-                snapshot stays whole.
+            StateStoreError: on all ranks of the group. The store stays READY, unless its last step
+                could not be written; an older snapshot stays whole.
         """
         self.commit_save(self.prepare_save(base_dir, new_generation(self._group)))
 
@@ -334,11 +342,10 @@ class OptimizerStateStore:
         start = time.monotonic()
         directory = Path(base_dir) / self.name
         prepared: checkpoint.PreparedSnapshot | None = None
-        if self._state is State.READY:
-            self.drain()
         try:
             with self._collective("save", is_fatal=False):
                 self._require(State.READY)
+                self._bring_home()
                 self._shards.check_published(self.layout.buckets)
                 prepared = checkpoint.prepare_snapshot(
                     directory,
@@ -436,11 +443,7 @@ class OptimizerStateStore:
         self._require(State.READY)
         found: dict[str, list[torch.Tensor]] = {name: [] for name in self.layout.segments}
         pipeline = self.working_set.pipeline
-        try:
-            pipeline.drain()
-        except StateStoreError as error:
-            self.fail(str(error))
-            raise
+        self._bring_home()
         pipeline.forget()
 
         def look(bucket: Bucket, resident: ResidentBucket) -> None:
