@@ -77,6 +77,17 @@ def test_744_billion_params_on_32_gpus_have_279_gb_of_state_on_each(plan: Plan) 
     assert made["stock"]["fits"] is False
 
 
+def test_what_was_not_told_is_not_called_fitting(plan: Plan) -> None:
+    """Each choice is judged by what it needs itself."""
+    made = plan("--params", "8e9", "--dp", 8, "--gpu", "h100", "--host-gb", 4000, "--all")
+
+    on_disk = [each for each in made["choices"] if each["disk_bytes"] and not each["lacks"]]
+    in_memory = [each for each in made["choices"] if not each["disk_bytes"] and not each["lacks"]]
+    assert on_disk and in_memory
+    assert {each["fits"] for each in on_disk} == {None}
+    assert {each["fits"] for each in in_memory} == {True}
+
+
 def test_experts_are_split_over_their_own_ranks(plan: Plan) -> None:
     """And their state is sharded over those that have the same ones; all of it is there once."""
     options = ("--params", "30e9", "--expert-params", "28e9", "--tp", 2, "--dp", 8)

@@ -36,6 +36,8 @@ def leftovers(directory: Path) -> list[str]:
 def test_a_good_directory_is_measured_and_left_as_it_was(
     disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (disk / "made").mkdir()
+
     assert main(["probe", str(disk / "made"), *SMALL]) == 0
 
     text = capsys.readouterr().out
@@ -89,9 +91,15 @@ def test_memory_is_warned_of(tmp_path: Path) -> None:
     assert report.no_direct_io or any("in memory all the same" in t for t in report.warnings)
 
 
-def test_a_directory_that_cannot_be_made_is_an_error(
-    disk: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_directory_is_not_made(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Below an unmounted disk's place it would be on another disk, whose numbers nobody wants."""
+    assert main(["probe", str(disk / "typo"), *SMALL]) == 1
+
+    assert "no such directory; is the disk mounted?" in capsys.readouterr().out
+    assert not (disk / "typo").exists()
+
+
+def test_a_file_in_the_way_is_an_error(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (disk / "file").write_text("in the way")
 
     assert main(["probe", str(disk / "file"), str(disk), *SMALL]) == 1

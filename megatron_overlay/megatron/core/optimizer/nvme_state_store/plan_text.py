@@ -70,10 +70,21 @@ def _stock_verdict(q: Question, stock: DeviceBytes) -> str:
     return f": {'fits' if stock.total <= gpu else 'does not fit'} {_gb(gpu)} GB"
 
 
+def _unknown(q: Question, row: Row) -> list[str]:
+    """Return of what a choice needs some and the size was not told."""
+    s, machine = row.streamed, q.machine
+    sizes = (
+        ("GPU", s.device.total, machine.gpu_bytes),
+        ("host", s.host_nbytes, machine.host_bytes),
+        ("disk", s.disk_nbytes, machine.disk_bytes),
+    )
+    return [name for name, needed, there in sizes if needed and there is None]
+
+
 def _cells(q: Question, row: Row) -> tuple[str, ...]:
     s, machine = row.streamed, q.machine
-    is_known = {machine.gpu_bytes, machine.host_bytes, machine.disk_bytes} != {None}
-    verdict = "yes" if is_known else "?"
+    unknown = _unknown(q, row)
+    verdict = f"? {', '.join(unknown)}" if unknown else "yes"
     return (
         s.config.main_storage,
         s.config.moment_dtype,
@@ -190,6 +201,6 @@ def _row(q: Question, row: Row) -> dict[str, Any]:
         "slowest_path": row.time.slowest or None,
         "exposed_seconds": row.time.exposed,
         "node_written_bytes_per_day": row.written_per_day,
-        "fits": not row.lacks,
+        "fits": False if row.lacks else None if _unknown(q, row) else True,
         "lacks": list(row.lacks),
     }

@@ -135,13 +135,16 @@ def probe(
     """Find out about one directory; its troubles are in the report.
 
     Args:
-        directory: Made if it is missing.
+        directory: Must exist: made on the way to an unmounted disk, it would be another disk's.
         gb: Size of the file that is written and read, in 10^9 bytes.
         num_threads: Readers, and as many writers.
         chunk_bytes: Size of one transfer.
         is_buffered: Go through the page cache although direct I/O works.
     """
     report = Report(str(directory))
+    if not directory.exists():
+        report.error = f"{directory}: no such directory; is the disk mounted?"
+        return report
     try:
         with RankDirectory.acquire(directory, "probe") as private:
             report.filesystem = filesystem_type(private.path)
