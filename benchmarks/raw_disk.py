@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from benchmarks.transfers import Transfer, gigabytes_per_second
@@ -113,12 +112,7 @@ class DiskProbe:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._remove()
 
     def measure(self, seconds: float = 4.0, patterns: Sequence[str] = tuple(PATTERNS)) -> DiskLimit:

@@ -69,14 +69,16 @@ def test_the_image_works_for(bakery: Bakery, baked: str, user: str) -> None:
 
 
 def test_a_copy_that_comes_at_run_time_is_named(bakery: Bakery, baked: str) -> None:
-    command = "mkdir -p /tmp/x/megatron/core && echo > /tmp/x/megatron/core/__init__.py"
+    command = "mkdir -p /srv/another/megatron/core && echo > /srv/another/megatron/core/__init__.py"
 
     status, printed = bakery.run(
-        IMAGE, "bash", "-c", f"{command} && PYTHONPATH=/tmp/x megatron-nvme doctor"
+        IMAGE, "bash", "-c", f"{command} && PYTHONPATH=/srv/another megatron-nvme doctor"
     )
 
     assert status == 1
-    assert "SHADOWED: `import megatron.core` takes /tmp/x/megatron/core/__init__.py" in printed
+    assert (
+        "SHADOWED: `import megatron.core` takes /srv/another/megatron/core/__init__.py" in printed
+    )
 
 
 def test_every_run_command_of_the_documentation_runs(bakery: Bakery, baked: str) -> None:

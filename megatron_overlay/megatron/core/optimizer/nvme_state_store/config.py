@@ -16,9 +16,6 @@ NUM_DEVICE_SLOTS = 4
 """One each for upload, update and download, and one that is between two of them."""
 MIN_HOST_SLOTS = 4
 """So that reads and writes are always under way while a bucket is on the device."""
-NUM_READERS = NUM_WRITERS = 4
-"""Threads of a directory (measured on a virtual disk: 2 to 16 make no difference; on tmpfs: 4 move
-twice what one does)."""
 IO_KINDS = ("auto", "direct", "buffered")
 ENGINES = ("threads", "sync")
 GB = 10**9
@@ -42,8 +39,6 @@ class StoreConfig:
         io: one of `IO_KINDS`.
         chunk_bytes: largest transfer of one call.
         engine: one of `ENGINES`.
-        num_readers: threads of a directory that read.
-        num_writers: threads of a directory that write.
     """
 
     directories: tuple[Path, ...]
@@ -56,8 +51,6 @@ class StoreConfig:
     io: str = "auto"
     chunk_bytes: int = 8 << 20
     engine: str = "threads"
-    num_readers: int = NUM_READERS
-    num_writers: int = NUM_WRITERS
 
 
 def default_directory() -> Path:

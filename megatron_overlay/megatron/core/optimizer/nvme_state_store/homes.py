@@ -201,7 +201,7 @@ def _open_volume(config: StoreConfig, base: Path, name: str, nbytes: int) -> Vol
         engine: IoEngine = (
             SyncEngine(config.chunk_bytes)
             if config.engine == "sync"
-            else ThreadEngine(config.num_readers, config.num_writers, config.chunk_bytes)
+            else ThreadEngine(chunk_bytes=config.chunk_bytes)
         )
         file = StateFile.create(directory.path / "state.bin", nbytes, is_direct=is_direct)
     except BaseException:

@@ -201,10 +201,10 @@ class Pipeline:
         Returns:
             What the step did.
         """
-        report = self._report
-        self._times.finish(report)
+        report, times = self._report, self._times
         self._expect_step()
         self._upload_ahead()
+        times.finish(report)
         return report
 
     def _expect_step(self) -> None:

@@ -46,7 +46,6 @@ import time
 from collections.abc import Iterator
 from multiprocessing.util import Finalize
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from .errors import DirectoryError
@@ -169,12 +168,7 @@ class RankDirectory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

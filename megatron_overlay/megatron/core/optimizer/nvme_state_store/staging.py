@@ -9,7 +9,8 @@ Peak memory is a formula of the layout and the placement (invariant 9):
                   + 3 * `slot_numels[MAIN]`        during a load, to compare with the model; if it
                                                    has quantised params, 16 times, and one of these
                                                    dequantised, that also in a refresh
-                  + a few pieces of `PIECE_NUMEL`  for fingerprints, encoding and decoding
+                  + 138 MB at most                 for pieces of `encoding.PIECE_NUMEL` elements
+                                                   with noise; fingerprints take less
                   + what the inner optimizer allocates for one bucket (torch's AdamW: 4 *
                   `slot_numels[MAIN]`; Transformer Engine's FusedAdam: nothing; Muon: a few times
                   the largest matrix; what makes its state itself, that state once more in the
@@ -24,8 +25,8 @@ Three streams work at the same time, each on another bucket:
     download   device to host. Waits for the encoding.
 
 The decoded segments exist once: only the caller's stream touches them. Nothing here blocks the
-host but `synchronize`. Memory of a slot is given back to the allocator only after that, since the
-allocator knows the caller's stream alone.
+host but `synchronize`, what calls it, and `seconds_between`. Memory of a slot is given back to the
+allocator only after that, since the allocator knows the caller's stream alone.
 """
 
 from __future__ import annotations
@@ -92,7 +93,6 @@ class Staging:
         self._downloaded: list[torch.cuda.Event | None] = []
         self._decoded: list[torch.Tensor | None] = []
         self._next = 0
-        self._is_allocated = False
         self._upload_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._download_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # Whoever forgets this object must not free memory that copies still use.
@@ -100,7 +100,7 @@ class Staging:
 
     def allocate(self) -> None:
         """Take the memory of the slots, if it is not there."""
-        if self._is_allocated:
+        if self._decoded:  # every layout has a segment, decoded or not
             return
         layout, device = self._layout, self._device
         self._decoded = [
@@ -112,7 +112,6 @@ class Staging:
         self._downloaded = [None] * self.num_slots
         # Kernels that used this memory before may not have run yet.
         self._upload_stream.wait_stream(torch.cuda.current_stream())
-        self._is_allocated = True
 
     def release(self) -> None:
         """Give the memory back; a later use takes it again. Waits for the device."""
@@ -123,7 +122,6 @@ class Staging:
                 each.untyped_storage().resize_(0)
         self._slots.clear()
         self._decoded.clear()
-        self._is_allocated = False
 
     def synchronize(self) -> None:
         """Wait until no copy and no kernel of the caller's stream is under way."""

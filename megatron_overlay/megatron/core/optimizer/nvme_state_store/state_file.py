@@ -27,7 +27,6 @@ import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from . import page_cache
@@ -151,12 +150,7 @@ class StateFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def check_range(self, offset: int, buffer: memoryview) -> memoryview:

@@ -13,7 +13,7 @@ from .homes import Homes
 from .layout import MAIN, Layout
 from .pinned import PinnedBytes
 from .pipeline import Pipeline
-from .placement import Placement, Tier, place_buckets
+from .placement import Tier, place_buckets
 from .staging import Staging
 
 logger = logging.getLogger(__name__)
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 def max_host_slot_nbytes(config: StoreConfig, layout: Layout) -> int:
     """Return what the host slots of a store take at most, whatever its budgets are, in bytes."""
-    return _num_host_slots(config, layout, place_buckets(layout, 0, 0, 1)) * layout.slot_nbytes
+    return _num_host_slots(config, layout, len(layout.buckets)) * layout.slot_nbytes
 
 
-def _num_host_slots(config: StoreConfig, layout: Layout, placement: Placement) -> int:
+def _num_host_slots(config: StoreConfig, layout: Layout, num_on_disk: int) -> int:
     wanted = config.ahead_bytes // max(layout.slot_nbytes, 1)
-    return min(len(placement.indices(Tier.DISK)), max(MIN_HOST_SLOTS, wanted))
+    return min(num_on_disk, max(MIN_HOST_SLOTS, wanted))
 
 
 class WorkingSet:
@@ -55,6 +55,7 @@ class WorkingSet:
         self.homes = Homes(config, layout, placement, name, device)
         num_away = len(placement.places) - len(placement.indices(Tier.DEVICE))
         self.staging = Staging(layout, device, min(NUM_DEVICE_SLOTS, num_away))
+        self._num_host_slots = _num_host_slots(config, layout, len(placement.indices(Tier.DISK)))
         self._config = config
         self._layout = layout
         self._host: PinnedBytes | None = None
@@ -68,9 +69,8 @@ class WorkingSet:
             StateStoreError: that is refused.
         """
         if self._pipeline is None:
-            num_slots = _num_host_slots(self._config, self._layout, self.homes.placement)
-            self._host = PinnedBytes(num_slots * self._layout.slot_nbytes)
-            self._pipeline = Pipeline(self.homes, self.staging, self._host, num_slots)
+            self._host = PinnedBytes(self._num_host_slots * self._layout.slot_nbytes)
+            self._pipeline = Pipeline(self.homes, self.staging, self._host, self._num_host_slots)
         return self._pipeline
 
     def drain(self) -> None:
@@ -133,6 +133,6 @@ class WorkingSet:
             "(engine %s)",
             self.staging.num_slots,
             self._layout.slot_nbytes / GB,
-            _num_host_slots(self._config, self._layout, self.homes.placement),
+            self._num_host_slots,
             self._config.engine,
         )
