@@ -24,7 +24,8 @@ from buildtools.transaction import recover  # noqa: E402
 from buildtools.verbs import VERBS  # noqa: E402
 
 EPILOG = """exit status: 0 success, 1 failure, 2 wrong usage; of `doctor`: 0 patched and intact,
-1 damaged or shadowed, 3 not patched, 4 nothing found; always: 5 no Python 3.12"""
+1 damaged or shadowed, 3 not patched, 4 nothing found, 6 intact, but another build than this
+checkout's; always: 5 no Python 3.12"""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -63,12 +64,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     add_image(add)
     doctor = add("doctor", sources=False)
-    subject = doctor.add_mutually_exclusive_group(required=True)
-    subject.add_argument("wheel", nargs="?", metavar="WHEEL", help="a wheel file")
-    subject.add_argument(
+    doctor.add_argument("wheel", nargs="?", metavar="WHEEL", help="a wheel file")
+    doctor.add_argument(
         "--installed", action="store_true", help="what `import megatron.core` takes"
     )
-    doctor.add_argument("--python", help="whose installation (default: what started build.py)")
+    doctor.add_argument("--python", help="with --installed: whose (default: what started build.py)")
     add("check").add_argument(
         "--tree",
         metavar="VERSION|PATH|git:REF",
@@ -105,7 +105,23 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if passed_on and args.verb not in takers:
         parser.error(f"unrecognized arguments: {' '.join(passed_on)}")
     args.passed_on = passed_on
+    problem = subject_problem(args) if args.verb == "doctor" else None
+    if problem is not None:
+        doctor.error(problem)
     return args
+
+
+def subject_problem(args: argparse.Namespace) -> str | None:
+    """Return why it is not clear what the doctor is to examine, or None."""
+    forms = "expected `doctor WHEEL`, or `doctor --installed [--python PYTHON]`"
+    if "" in (args.wheel, args.python):
+        return f"{'WHEEL' if args.wheel == '' else '--python'} is empty; {forms}"
+    if args.wheel is None and not args.installed:
+        return f"nothing is named that could be examined; {forms}"
+    if args.wheel is not None and (args.installed or args.python is not None):
+        other = "--installed" if args.installed else "--python"
+        return f"{args.wheel} is a wheel file, {other} is about what is installed; {forms}"
+    return None
 
 
 def add_image(add: Callable[..., argparse.ArgumentParser]) -> None:

@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from buildtools.console import BuildError
+from buildtools.console import BuildError, warn
 
 NAMES = ("docker", "podman", "buildah")
 """In the order in which they are tried."""
+_PACKAGES = {"docker": "docker.io", "podman": "podman", "buildah": "buildah runc"}
+"""What Debian calls them."""
+_PATIENCE_S = 30
+"""How long an engine may take to say its version: one on another host may never answer."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,10 @@ class Engine:
     def pull(self, reference: str) -> None:
         """Fetch an image from its registry; the engine shows its own progress."""
         if subprocess.run([self.name, "pull", reference], check=False).returncode != 0:
-            raise BuildError(f"the base image {reference} is not here and cannot be pulled")
+            raise BuildError(
+                f"the base image {reference} is not here and cannot be pulled by {self.name}; the "
+                "reason stands above"
+            )
 
     def command(self, build: Build) -> list[str]:
         """Return the command that builds; it uses the base as it is here, and no network."""
@@ -110,28 +117,60 @@ def show(command: list[str]) -> str:
 
 
 def choose(name: str | None) -> Engine:
-    """Return the engine of that name, or the first that works.
+    """Return the engine of that name, or the first that works; say which were passed over.
+
+    Each engine has images of its own: who expects docker's has to know that buildah built.
 
     Raises:
-        BuildError: none does; the message has the reason for each.
+        BuildError: the named one does not work, or none does; the message says why.
     """
-    reasons = []
-    for candidate in (name,) if name else NAMES:
-        reason = _why_not(candidate)
+    if name is not None:
+        reason = _why_not(name)
         if reason is None:
-            return Engine(candidate)
-        reasons.append(f"{candidate}: {reason}")
+            return Engine(name)
+        works = [other for other in NAMES if other != name and _why_not(other) is None]
+        raise BuildError(
+            f"--engine {name}: {reason}"
+            + (f"; what works here is --engine {' or '.join(works)}" if works else "")
+        )
+    passed_over: dict[str, str] = {}
+    for candidate in NAMES:
+        reason = _why_not(candidate)
+        if reason is not None:
+            passed_over[candidate] = reason
+            continue
+        for other, why in passed_over.items():
+            warn(f"{other} is passed over: {why}")
+        if passed_over:
+            warn(f"{candidate} builds, and the image is in its storage, which others do not see")
+        return Engine(candidate)
     raise BuildError(
-        "no container engine (Debian: apt-get install buildah runc): " + "; ".join(reasons)
+        "\n".join(
+            [
+                "none of the container engines works here:",
+                *(f"  {other}: {why}" for other, why in passed_over.items()),
+            ]
+        )
     )
 
 
 def _why_not(name: str) -> str | None:
     """Return why an engine cannot be used; docker's client may be there without its daemon."""
     if shutil.which(name) is None:
-        return "not installed"
-    done = subprocess.run([name, "version"], capture_output=True, text=True, check=False)
-    return None if done.returncode == 0 else (done.stderr.strip() or "does not run")
+        return f"not installed (Debian: apt-get install {_PACKAGES[name]})"
+    try:
+        done = subprocess.run(
+            [name, "version"], capture_output=True, text=True, timeout=_PATIENCE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"`{name} version` does not answer within {_PATIENCE_S} s"
+    except OSError as error:
+        return f"`{name} version` cannot be run: {error.strerror}"
+    if done.returncode == 0:
+        return None
+    said = " ".join(done.stderr.split())
+    reason = said or f"`{name} version` ends with status {done.returncode}"
+    return f"{reason} (start its daemon, or set DOCKER_HOST)" if name == "docker" else reason
 
 
 def _from_docker(found: dict[str, Any]) -> Image:

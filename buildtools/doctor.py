@@ -32,14 +32,16 @@ class Verdict(enum.IntEnum):
     DAMAGED = 1
     NOT_PATCHED = 3
     NOT_FOUND = 4
+    ANOTHER_BUILD = 6  # 2 is wrong usage, 5 that there is no Python 3.12
 
 
 @dataclass
 class Report:
-    """A verdict and the lines that explain it."""
+    """A verdict and the lines that explain it; of an intact build also its manifest."""
 
     verdict: Verdict
     lines: list[str] = field(default_factory=list)
+    manifest: Manifest | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class _Distribution:
 def inspect_wheel(path: Path) -> Report:
     """Verify a wheel file."""
     if not path.is_file():
-        return Report(Verdict.NOT_FOUND, [f"{path}: no such file"])
+        return Report(Verdict.NOT_FOUND, [_why_no_file(path)])
     try:
         with zipfile.ZipFile(path) as archive:
             names = [name for name in archive.namelist() if not name.endswith("/")]
@@ -79,6 +81,21 @@ def inspect_wheel(path: Path) -> Report:
     except Exception as error:  # a damaged archive may fail in any way zipfile and zlib know
         return Report(Verdict.DAMAGED, [f"{path}: not a readable wheel: {error!r}"])
     return report
+
+
+def _why_no_file(path: Path) -> str:
+    """Return what is wrong with the path of a wheel that is no file, and what was perhaps meant."""
+    if not path.exists():
+        return f"{path}: no such file; `build.py wheel` makes a wheel in dist/"
+    if not path.is_dir():
+        return f"{path}: not a regular file, expected a wheel"
+    wheels = sorted(str(found) for found in path.glob("*.whl"))
+    if wheels:
+        return f"{path}: a directory, expected a wheel file; it holds {', '.join(wheels)}"
+    return (
+        f"{path}: a directory without a wheel, expected a wheel file (`build.py wheel` makes one "
+        "in dist/); for what is installed: `build.py doctor --installed --python PYTHON`"
+    )
 
 
 def _wheel_problems(dist: _Distribution, file_name: str, names: list[str]) -> list[str]:
@@ -141,7 +158,10 @@ def inspect_installed(python: str) -> Report:
         )
         probe = json.loads(done.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError) as error:
-        return Report(Verdict.NOT_FOUND, [f"{python}: cannot be run: {error}"])
+        reason = f"cannot be run: {error}"
+        if Path(python).is_dir():
+            reason = f"a directory, expected an interpreter, such as {Path(python, 'bin/python')}"
+        return Report(Verdict.NOT_FOUND, [f"{python}: {reason}"])
     except (ValueError, IndexError):
         return Report(Verdict.NOT_FOUND, [f"{python}: failed: {done.stderr.strip()[-300:]}"])
     origin = probe["origins"]["megatron.core"]
@@ -223,7 +243,7 @@ def _examine(dist: _Distribution) -> Report:
         shown = [f"DAMAGED: {problem}" for problem in sorted(set(problems))]
         return Report(Verdict.DAMAGED, lines + shown)
     lines.append(f"VERIFIED: all {len(manifest.files)} files are as built")
-    return Report(Verdict.VERIFIED, lines)
+    return Report(Verdict.VERIFIED, lines, manifest)
 
 
 def _manifest_problems(dist: _Distribution, manifest: Manifest) -> list[str]:

@@ -7,19 +7,19 @@ change.  The network is used for packages only, and only when the cache does not
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from buildtools.console import BuildError, step
 from buildtools.paths import REQUIREMENTS, WORK, cache_dir, scratch_dir, swap_in
 from buildtools.pin import Pin
+from buildtools.transaction import exclusive
 
 _STAMP = "megatron-nvme-stamp"
 
@@ -55,7 +55,7 @@ def _venv(name: str, requirements: str, install: Callable[[Path], None]) -> Path
     content = (REQUIREMENTS / requirements).read_bytes() + sys.version.encode()
     stamp = hashlib.sha256(content).hexdigest()
     stamp_file = destination / _STAMP
-    with _locked(WORK / "env.lock"):
+    with exclusive(WORK / "env"):
         if python.exists() and stamp_file.exists() and stamp_file.read_text() == stamp:
             return python
         with step(f"make the {name} environment"), scratch_dir(destination.parent) as scratch:
@@ -69,15 +69,6 @@ def _venv(name: str, requirements: str, install: Callable[[Path], None]) -> Path
 
 
 _AVAILABLE = "Available versions: "
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Let one build of this clone at a time make environments."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
 
 
 def _make_venv(destination: Path) -> None:

@@ -16,7 +16,7 @@ from buildtools.console import BuildError, say
 from buildtools.containers import Build, Engine, Image, show
 from buildtools.doctor import Verdict, inspect_wheel
 from buildtools.objects import files_below
-from buildtools.paths import PATCHES, ROOT
+from buildtools.paths import PATCHES, ROOT, WORK
 from buildtools.tree import Recipe
 
 INPUT_LABEL = "megatron-nvme.input-sha256"
@@ -54,6 +54,11 @@ class Plan:
     tag: str | None
     arguments: dict[str, str]
     options: tuple[str, ...] = ()
+
+
+def context_directory(*, inside: bool) -> Path:
+    """Return where the context of an image is made: the wheel, or with ``inside`` the sources."""
+    return WORK / "image" / ("context-of-sources" if inside else "context-of-wheel")
 
 
 def default_base(dockerfile: Path) -> str:
@@ -220,10 +225,10 @@ def make_image(plan: Plan, engine: Engine, *, dry_run: bool) -> None:
         say(f"{tag} is up to date")
     else:
         image = engine.build(build)
-    say("\n".join(_description(tag, image, inputs)))
+    say("\n".join(_description(tag, image, inputs, engine)))
 
 
-def _description(tag: str, image: Image, inputs: str) -> list[str]:
+def _description(tag: str, image: Image, inputs: str, engine: Engine) -> list[str]:
     lines = [f"image  {tag}", f"id     sha256:{image.id}"]
     lines += [f"digest {image.digest}"] if image.digest else []
-    return [*lines, f"input  {inputs}"]
+    return [*lines, f"input  {inputs}", f"engine {engine.name}"]

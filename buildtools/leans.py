@@ -24,15 +24,10 @@ from buildtools.console import BuildError
 from buildtools.objects import blob_id
 from buildtools.overlay import overlay_files
 from buildtools.patchfile import Patch, apply_change
+from buildtools.placement import enclosing_symbols
 from buildtools.series import parse_header
 from buildtools.statements import Hook, hook_of
-from buildtools.symbols import (
-    Definition,
-    Module,
-    Sources,
-    bound_names,
-    enclosing_symbols,
-)
+from buildtools.symbols import Definition, Module, Sources, bound_names
 
 _COMMENT = re.compile(r"# Tripwire: (\S+)")
 

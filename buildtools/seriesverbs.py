@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 from buildtools.authoring import drop as drop_patch
@@ -16,12 +18,27 @@ from buildtools.project import project_shop, project_workspace
 from buildtools.rebase import Finished, Rebase, Stopped
 from buildtools.rebaseend import Findings
 from buildtools.status import status as status_of
+from buildtools.transaction import exclusive
 from buildtools.tripwires import render_finding
 from buildtools.watch import Watch, read_sources
 from buildtools.workspace import Workspace
 
+SERIES = WORK / "series"
+"""What the verbs that write the series or open it use alone (`exclusive`)."""
+_NEXT = "next: build.py pin && build.py check"
 _SHOWN = 60
 """Lines of a conflict that the terminal shows; the files hold all of them."""
+
+
+def _alone(verb: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """Refuse a verb while another of them is at work: two would write over each other."""
+
+    @functools.wraps(verb)
+    def alone(args: argparse.Namespace) -> int:
+        with exclusive(SERIES, verb.__name__, wait=False):
+            return verb(args)
+
+    return alone
 
 
 def _workspace(args: argparse.Namespace) -> Workspace:
@@ -32,6 +49,7 @@ def _tree(args: argparse.Namespace, workspace: Workspace) -> EditTree:
     return EditTree(Path(args.edit) if args.edit else workspace.edit)
 
 
+@_alone
 def edit(args: argparse.Namespace) -> int:
     """Open the series as a git repository, one commit per patch."""
     if args.output == "":
@@ -51,6 +69,7 @@ def edit(args: argparse.Namespace) -> int:
     return 0
 
 
+@_alone
 def new(args: argparse.Namespace) -> int:
     """Commit the changes in the edit tree as a new patch."""
     tree = _tree(args, _workspace(args))
@@ -67,31 +86,38 @@ def _say_edition(edition: Edition) -> None:
     say("\n".join(lines) if lines else "nothing has changed")
 
 
+@_alone
 def export(args: argparse.Namespace) -> int:
     """Write the commits of the edit tree back into patches/."""
     workspace = _workspace(args)
     edition = export_edit(workspace, _tree(args, workspace), args.because)
     _say_edition(edition)
+    _require_finished(args)
     if edition.summary():
-        _say_next(args)
+        say(_NEXT)
     return 0
 
 
+@_alone
 def drop(args: argparse.Namespace) -> int:
     """Take a patch out of the series and record why."""
     _say_edition(drop_patch(_workspace(args), args.name, args.because))
-    _say_next(args)
+    _require_finished(args)
+    say(_NEXT)
     return 0
 
 
-def _say_next(args: argparse.Namespace) -> None:
-    """Say what is still to do; the lint of the new series is part of it."""
+def _require_finished(args: argparse.Namespace) -> None:
+    """Raise a BuildError if the series in ``patches/``, now written, is none that may be pinned."""
     workspace = _workspace(args)
     try:
         lint(workspace.recipe, workspace.root)
     except BuildError as error:
-        say(f"still to do: {error}")
-    say("next: build.py pin && build.py check")
+        raise BuildError(
+            f"patches/ holds your work, but `pin` and `check` refuse it so far: {error}\n"
+            "mend it in the edit tree (`git commit --amend`, or `git rebase -i pristine` for an "
+            "earlier patch; `build.py edit` opens one), then build.py export again"
+        ) from error
 
 
 def status(args: argparse.Namespace) -> int:
@@ -102,6 +128,7 @@ def status(args: argparse.Namespace) -> int:
     return 1 if found.unexported else 0
 
 
+@_alone
 def rebase(args: argparse.Namespace) -> int:
     """Move the series to another upstream by real merges; 1 if somebody has to look or resolve."""
     workspace = _workspace(args)
@@ -113,11 +140,14 @@ def rebase(args: argparse.Namespace) -> int:
         this.abort()
         say("the rebase is given up; patches/ and upstream.toml are as they were")
         return 0
-    if args.go_on:
-        return _say_rebase(this.go_on(args.because, report))
-    if args.because is not None:
+    if not args.go_on and args.because is not None:
         raise BuildError("--because belongs to --continue")
-    return _say_rebase(this.begin(args.to, project_shop(offline=args.offline), report))
+    shop = project_shop(offline=args.offline)
+    result = this.go_on(args.because, report) if args.go_on else this.begin(args.to, shop, report)
+    status = _say_rebase(result)
+    if isinstance(result, Finished):
+        _require_finished(args)
+    return status
 
 
 def _findings(workspace: Workspace) -> Findings:

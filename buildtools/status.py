@@ -34,6 +34,7 @@ def status(workspace: Workspace, tree: EditTree) -> Status:
     found = Status()
     _edit(found, workspace, tree)
     _rebase(found, workspace)
+    unfinished = False
     try:
         lint(workspace.recipe, workspace.root)
         stale = [
@@ -43,12 +44,12 @@ def status(workspace: Workspace, tree: EditTree) -> Status:
         ]
     except BuildError as error:
         found.lines.append(str(error))
-        stale = []
+        stale, unfinished = [], True  # generated files are made of headers that are complete
     if stale:
         found.lines.append(f"not current: {', '.join(stale)}: build.py pin")
     if problem := _lock_problem(workspace):
         found.lines.append(f"the lock is not current: build.py pin\n  {problem}")
-    if not stale and not problem:
+    if not (stale or unfinished or problem):
         found.lines.append("lock and generated files: current")
     return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -120,9 +121,38 @@ def _apply(changes: Mapping[Path, bytes | None]) -> None:
 
 
 @contextlib.contextmanager
-def exclusive(journal: Path) -> Iterator[None]:
-    """Let one process at a time into the body: those that name the same ``journal``."""
-    journal.parent.mkdir(parents=True, exist_ok=True)
-    with journal.with_name(f"{journal.name}.lock").open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
+def exclusive(name: Path, verb: str = "", *, wait: bool = True) -> Iterator[None]:
+    """Let one process at a time into the body: those that name the same path.
+
+    Args:
+        name: what is used by one alone; the lock is a file beside it, and nothing is left of the
+            lock when its holder ends or is killed.
+        verb: what the others are told is at work.
+        wait: whether to wait for the other, or to refuse.
+
+    Raises:
+        BuildError: another is at work, and there is no waiting for it.
+    """
+    name.parent.mkdir(parents=True, exist_ok=True)
+    with name.with_name(f"{name.name}.lock").open("a+", encoding="utf-8") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            stream.seek(0)
+            holder = stream.read().strip() or "another build.py"
+            if not wait:
+                raise BuildError(
+                    f"{holder} is at work here: let it end (`build.py status` says what it "
+                    "leaves), then try again; nothing was changed"
+                ) from None
+            if verb:
+                warn(f"waiting for {holder} to end")
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        try:
+            if verb:
+                stream.truncate(0)
+                stream.write(f"build.py {verb} (process {os.getpid()})")
+                stream.flush()
+            yield
+        finally:
+            stream.truncate(0)

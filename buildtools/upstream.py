@@ -16,7 +16,7 @@ from pathlib import Path
 
 from buildtools import git
 from buildtools.archive import sha256_of, unpack
-from buildtools.console import BuildError, step
+from buildtools.console import BuildError, step, warn
 from buildtools.objects import entries_below, files_below, tree_id
 from buildtools.paths import scratch_dir
 from buildtools.pin import Pin
@@ -114,6 +114,11 @@ def _cached_git_archive(pin: Pin, cache: Path, *, offline: bool) -> Path:
             verify_pristine(pristine, pin)
             cached.parent.mkdir(parents=True, exist_ok=True)
             arrived.rename(cached)
+            if not pin.git_commit:  # the tree id vouches for what is used; the commit says whence
+                warn(
+                    f"{ref} is commit {commit}: record it as `commit` in [source.git] of "
+                    "upstream.toml"
+                )
     return cached
 
 

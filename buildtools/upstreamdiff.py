@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from buildtools.patchfile import FileChange, Hunk
+from buildtools.placement import enclosing_symbols, twins
 from buildtools.report import SymbolReport
-from buildtools.symbols import Module, Sources, enclosing_symbols, extent, symbol_source, twins
+from buildtools.symbols import Module, Sources, extent, symbol_source
 
 _TELLING = 12
 """Length from which on a line says something: `else:` is everywhere."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import subprocess
@@ -13,7 +14,8 @@ from buildtools import check as checks
 from buildtools import doctor as doctors
 from buildtools import seriesverbs
 from buildtools.apply import ENGINES
-from buildtools.console import BuildError, say, step
+from buildtools.checkout import Checkout, compared
+from buildtools.console import BuildError, say, step, warn
 from buildtools.containers import choose
 from buildtools.drift import Drift, details, look_at, table, to_json, to_markdown
 from buildtools.environments import (
@@ -24,10 +26,17 @@ from buildtools.environments import (
     run_logged,
     test_environment,
 )
-from buildtools.image import Plan, context_of_sources, context_of_wheel, make_image
+from buildtools.image import (
+    Plan,
+    context_directory,
+    context_of_sources,
+    context_of_wheel,
+    make_image,
+)
 from buildtools.interpreter import STARTED_BY
 from buildtools.paths import (
     DIST,
+    OVERLAY,
     PATCHES,
     ROOT,
     TREE,
@@ -75,7 +84,8 @@ def tree(args: argparse.Namespace) -> int:
     destination = _output(args, TREE)
     if args.output is not None and destination.exists():
         raise BuildError(f"--output {destination} exists; name a directory that does not")
-    with step("assemble the tree"):
+    alone = exclusive(TREE, "tree") if args.output is None else contextlib.nullcontext()
+    with alone, step("assemble the tree"):
         lock = assemble(_recipe(args), ENGINES[args.engine](), destination)
     say(f"{destination} (tree {lock.assembled})")
     return 0
@@ -155,13 +165,15 @@ def image(args: argparse.Namespace) -> int:
     """Bake the wheel into an image on a base that has torch."""
     engine = choose(args.container_engine)
     name = "Dockerfile.build" if args.inside else "Dockerfile"
-    context = WORK / "image" / name
-    with exclusive(WORK / "image"):  # from the making of the context to the end of the build
+    context = context_directory(inside=args.inside)
+    with exclusive(WORK / "image", "image"):  # from making the context to the end of the build
         if args.inside:
             arguments = context_of_sources(_recipe(args), _cached_for_wheel(args), context)
         else:
             wheel = _present_wheel(args) if args.wheel is None else Path(args.wheel)
             arguments = context_of_wheel(wheel, context)
+            if args.wheel is not None:
+                _warn_of_another_build(wheel)
         options = tuple(args.passed_on[1:])  # after the `--`
         plan = Plan(ROOT / name, context, args.base, args.tag, arguments, options)
         make_image(plan, engine, dry_run=args.dry_run)
@@ -179,11 +191,33 @@ def _cached_for_wheel(args: argparse.Namespace) -> dict[str, Path]:
 def doctor(args: argparse.Namespace) -> int:
     """Examine a wheel or an installation; the verdict is the exit status."""
     if args.installed:
-        report = doctors.inspect_installed(args.python or os.environ[STARTED_BY])
+        python = args.python or os.environ[STARTED_BY]
+        # Without --force-reinstall pip leaves an installed build of the same version alone.
+        pip = f"{python} -m pip install --no-deps --force-reinstall"
+        remedy = f"For this checkout's: build.py wheel, then {pip} dist/megatron_core-*.whl"
+        report = _compared(doctors.inspect_installed(python), remedy)
     else:
-        report = doctors.inspect_wheel(Path(args.wheel))
+        remedy = "For this checkout's: build.py wheel makes it in dist/."
+        report = _compared(doctors.inspect_wheel(Path(args.wheel)), remedy)
     say("\n".join(report.lines))
     return int(report.verdict)
+
+
+def _compared(report: doctors.Report, remedy: str) -> doctors.Report:
+    checkout: Checkout | BuildError
+    try:
+        checkout = Checkout.read(UPSTREAM_TOML, PATCHES, OVERLAY)
+    except BuildError as error:
+        checkout = error
+    return compared(report, checkout, remedy)
+
+
+def _warn_of_another_build(wheel: Path) -> None:
+    """Say so if a wheel that the user chose is sound, but not what this checkout builds."""
+    remedy = "For this checkout's: leave out --wheel."
+    report = _compared(doctors.inspect_wheel(wheel), remedy)
+    if report.verdict is doctors.Verdict.ANOTHER_BUILD:
+        warn("\n".join([f"--wheel {wheel}:", *report.lines]))
 
 
 def check(args: argparse.Namespace) -> int:
@@ -244,7 +278,8 @@ def pin(args: argparse.Namespace) -> int:
         raise BuildError("--accept needs --because TEXT: what you looked at, and why it is fine")
     if (args.because or args.classed) and not args.accept:
         raise BuildError("--because and --as say something of --accept NAME, which is missing")
-    with exclusive(WORK / "pin"):  # two that accept at once would lose one of the reasons
+    # It writes what a rebase writes, and two that accept at once would lose one of the reasons.
+    with exclusive(seriesverbs.SERIES, "pin"):
         return _pin(args)
 
 
@@ -274,11 +309,15 @@ def _pin(args: argparse.Namespace) -> int:
 
 def clean(args: argparse.Namespace) -> int:
     """Remove what the build made; the cache of downloads stays."""
-    seriesverbs.require_nothing_open()
-    for directory in (WORK, DIST):
-        if directory.exists():
-            with step(f"remove {directory}"):
-                shutil.rmtree(directory)
+    with contextlib.ExitStack() as stack:
+        locked = {lock.with_suffix("") for lock in WORK.glob("*.lock")}
+        for name in sorted({seriesverbs.SERIES, *locked}):
+            stack.enter_context(exclusive(name, "clean", wait=False))
+        seriesverbs.require_nothing_open()
+        for directory in (WORK, DIST):
+            if directory.exists():
+                with step(f"remove {directory}"):
+                    shutil.rmtree(directory)
     return 0
 
 

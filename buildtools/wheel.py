@@ -15,6 +15,7 @@ from buildtools.console import BuildError
 from buildtools.environments import cxx_command, run_logged
 from buildtools.manifest import HELPER, NAME, PACKAGE, Manifest
 from buildtools.objects import files_below
+from buildtools.paths import scratch_dir
 
 _KEPT = ("PATH", "CC", "CXX", "TMPDIR")
 """What a build may take from the user's environment: the toolchain, but no flags for it."""
@@ -170,12 +171,9 @@ def publish(wheel: Path, directory: Path) -> tuple[Path, str]:
     digest = sha256_of(wheel)
     directory.mkdir(parents=True, exist_ok=True)
     destination = directory / wheel.name
-    arriving = directory / f".{wheel.name}.new"
-    try:
-        shutil.copyfile(wheel, arriving)
-        arriving.replace(destination)
-    finally:
-        arriving.unlink(missing_ok=True)
+    with scratch_dir(directory) as scratch:
+        shutil.copyfile(wheel, scratch / wheel.name)
+        (scratch / wheel.name).replace(destination)
     sums = directory / f"{wheel.name}.sha256"
     sums.write_text(f"{digest}  {wheel.name}\n", encoding="utf-8")
     return destination, digest

@@ -15,7 +15,7 @@ BUILDTOOLS = [
     {"paths", "interpreter"},
     {"objects", "transaction"},
     {"archive", "git", "patchfile", "pin", "dropped", "series", "record", "report"},
-    {"apply", "overlay", "upstream", "history", "replay", "symbols", "statements"},
+    {"apply", "overlay", "upstream", "history", "replay", "symbols", "statements", "placement"},
     {"tree", "releases", "edition", "upstreamdiff", "carry"},
     {
         "environments",
@@ -29,7 +29,7 @@ BUILDTOOLS = [
         "census",
     },
     {"authoring", "rebasestate", "rebaseend", "rebase", "evidence", "tripwires", "watch"},
-    {"check", "doctor", "bake", "drift", "status", "wheel"},
+    {"check", "doctor", "checkout", "bake", "drift", "status", "wheel"},
     {"project", "image"},
     {"seriesverbs"},
     {"verbs"},

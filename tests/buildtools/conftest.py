@@ -10,6 +10,8 @@ from buildtools.apply import GitEngine
 from buildtools.environments import build_environment
 from buildtools.project import make_wheel, project_recipe
 from tests.buildtools.author import Author
+from tests.buildtools.installation import Installation
+from tests.buildtools.mover import Mover
 from tests.buildtools.toy import Toy, make_toy, write_files
 
 
@@ -44,3 +46,19 @@ def author(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Author:
     one = Author(toy)
     one.open()
     return one
+
+
+@pytest.fixture
+def installation(
+    tmp_path: Path, wheel: Path, build_python: Path, monkeypatch: pytest.MonkeyPatch
+) -> Installation:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    made = Installation(tmp_path / "env")
+    made.install(wheel, build_python)
+    return made
+
+
+@pytest.fixture
+def mover(toy: Toy, tmp_path: Path) -> Mover:
+    toy.write_pin()
+    return Mover(toy, tmp_path / "mover")

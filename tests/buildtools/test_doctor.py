@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import venv
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,20 +14,10 @@ import pytest
 from buildtools.doctor import Verdict, inspect_installed, inspect_wheel
 from buildtools.manifest import NAME
 from buildtools.paths import ROOT
+from tests.buildtools.installation import Installation, rewritten
 from tests.buildtools.toy import write_files
 
 HELPERS = "megatron/core/datasets/utils.py"
-
-
-def _rewritten(wheel: Path, out: Path, change: Callable[[str, bytes], bytes | None]) -> Path:
-    """Copy a wheel; ``change`` returns each member's new content, or None to leave it out."""
-    out.mkdir(parents=True)
-    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(out / wheel.name, "w") as new:
-        for name in old.namelist():
-            content = change(name, old.read(name))
-            if content is not None:
-                new.writestr(name, content)
-    return out / wheel.name
 
 
 def test_the_wheel_is_verified_and_says_what_is_in_it(wheel: Path) -> None:
@@ -81,7 +70,7 @@ def test_the_wheel_is_verified_and_says_what_is_in_it(wheel: Path) -> None:
 def test_a_damaged_wheel_is_not_verified(
     wheel: Path, tmp_path: Path, change: Callable[[str, bytes], bytes | None], message: str
 ) -> None:
-    report = inspect_wheel(_rewritten(wheel, tmp_path / "out", change))
+    report = inspect_wheel(rewritten(wheel, tmp_path / "out", change))
 
     assert report.verdict is Verdict.DAMAGED
     assert message in "\n".join(report.lines)
@@ -95,7 +84,7 @@ def test_a_renamed_wheel_is_not_verified(wheel: Path, tmp_path: Path) -> None:
 
 
 def test_a_stock_wheel_is_not_patched(wheel: Path, tmp_path: Path) -> None:
-    stock = _rewritten(
+    stock = rewritten(
         wheel, tmp_path / "out", lambda name, data: None if name.endswith(NAME) else data
     )
 
@@ -110,38 +99,6 @@ def test_what_is_no_wheel_is_damaged_and_no_file_is_not_found(tmp_path: Path) ->
 
     assert inspect_wheel(tmp_path / "x.whl").verdict is Verdict.DAMAGED
     assert inspect_wheel(tmp_path / "none.whl").verdict is Verdict.NOT_FOUND
-
-
-class Installation:
-    """An environment of its own, into which the wheel can be installed with pip."""
-
-    def __init__(self, root: Path) -> None:
-        venv.create(root, with_pip=False, symlinks=True)
-        self.python = str(root / "bin" / "python")
-        self.site = next(root.glob("lib/python3*/site-packages"))
-
-    def install(self, wheel: Path, pip_python: Path) -> None:
-        subprocess.run(
-            [
-                str(pip_python), "-m", "pip", "--disable-pip-version-check", "--python",
-                self.python, "install", "--quiet", "--no-index", "--no-deps", str(wheel),
-            ],
-            check=True,
-        )  # fmt: skip
-
-    def verdict(self) -> tuple[Verdict, str]:
-        report = inspect_installed(self.python)
-        return report.verdict, "\n".join(report.lines)
-
-
-@pytest.fixture
-def installation(
-    tmp_path: Path, wheel: Path, build_python: Path, monkeypatch: pytest.MonkeyPatch
-) -> Installation:
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    made = Installation(tmp_path / "env")
-    made.install(wheel, build_python)
-    return made
 
 
 def test_an_installation_is_verified(installation: Installation) -> None:
@@ -220,7 +177,7 @@ def test_the_verdict_is_the_exit_status(installation: Installation, wheel: Path)
 
 def _added(wheel: Path, out: Path, members: dict[str, bytes]) -> Path:
     """Copy a wheel, with members added behind RECORD's back."""
-    copy = _rewritten(wheel, out, lambda name, data: data)
+    copy = rewritten(wheel, out, lambda name, data: data)
     with zipfile.ZipFile(copy, "a") as archive:
         for name, content in members.items():
             archive.writestr(name, content)
@@ -309,7 +266,47 @@ def test_noise_of_the_environment_does_not_confuse(installation: Installation) -
     assert installation.verdict()[0] is Verdict.VERIFIED
 
 
-def test_an_empty_wheel_name_is_not_the_installation() -> None:
-    command = [sys.executable, str(ROOT / "build.py"), "doctor", ""]
+def _doctor(*arguments: str) -> tuple[int, str]:
+    command = [sys.executable, str(ROOT / "build.py"), "doctor", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
 
-    assert subprocess.run(command, capture_output=True, check=False).returncode != 0
+
+def test_a_directory_is_told_from_the_wheel_in_it(tmp_path: Path) -> None:
+    write_files(tmp_path, {"dist/m.whl": "", "dist/m.whl.sha256": "", "empty/x": ""})
+
+    full, empty, none = (_doctor(str(tmp_path / name)) for name in ("dist", "empty", "none"))
+
+    assert full[0] == empty[0] == none[0] == 4
+    assert f"dist: a directory, expected a wheel file; it holds {tmp_path}/dist/m.whl\n" in full[1]
+    assert "empty: a directory without a wheel" in empty[1]
+    assert "`build.py wheel` makes one in dist/" in empty[1] and "--installed" in empty[1]
+    assert "none: no such file; `build.py wheel` makes" in none[1]
+
+
+def test_a_directory_is_told_from_the_interpreter_in_it(tmp_path: Path) -> None:
+    status, text = _doctor("--installed", "--python", str(tmp_path))
+
+    assert status == 4
+    assert f"a directory, expected an interpreter, such as {tmp_path}/bin/python" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["x.whl", "--python", "py"], "x.whl is a wheel file, --python is about what is installed"),
+        (["x.whl", "--installed"], "x.whl is a wheel file, --installed is about what is installed"),
+        (["--python", "py"], "nothing is named that could be examined"),
+        ([], "nothing is named that could be examined"),
+        ([""], "WHEEL is empty"),
+        (["--installed", "--python", ""], "--python is empty"),
+    ],
+)
+def test_what_does_not_say_what_to_examine_is_wrong_usage(
+    arguments: list[str], message: str
+) -> None:
+    status, text = _doctor(*arguments)
+
+    assert status == 2
+    assert message in text
+    assert "expected `doctor WHEEL`, or `doctor --installed [--python PYTHON]`" in text

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from buildtools import bake, image
+from buildtools import bake, containers, image
 from buildtools.archive import sha256_of
 from buildtools.console import BuildError
 from buildtools.containers import choose
@@ -72,7 +72,9 @@ class Fake:
 
     def image(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         path = f"{self.bin}{os.pathsep}{os.environ['PATH']}"
-        return build_py("image", *arguments, PATH=path, FAKE=str(self.state), **environment)
+        return build_py(
+            "image", *arguments, **{"PATH": path, "FAKE": str(self.state)} | environment
+        )
 
     def calls(self, verb: str) -> list[list[str]]:
         lines = map(str.split, (self.state / "log").read_text().splitlines())
@@ -101,6 +103,7 @@ def test_a_dry_run_shows_the_command_and_builds_nothing(fake: Fake, wheel: Path)
     assert words[words.index("--tag") + 1] == "megatron-nvme:0.19.2-nvme.1"
     assert {"BASE_IMAGE=base:1", "VERSION=0.19.2+nvme.1", f"SHA256={sha256_of(wheel)}"} < {*words}
     assert f"INPUT={inputs.removeprefix('input ')}" in words
+    assert words[-1].endswith("/.work/image/context-of-wheel")
     assert pulled.startswith("base:1 is not here")
     assert not fake.calls("build") + fake.calls("pull")
 
@@ -117,6 +120,7 @@ def test_each_engine_builds_once_for_the_same_input(fake: Fake, wheel: Path, eng
         assert done.returncode == 0, done.stderr
     assert first.stdout.splitlines()[0] == "image  megatron-nvme:0.19.2-nvme.1"
     assert "\ndigest sha256:d\n" in first.stdout
+    assert first.stdout.endswith(f"\nengine {engine}\n")
     assert second.stdout == "megatron-nvme:0.19.2-nvme.1 is up to date\n" + first.stdout
     assert len(fake.calls("pull")) == 1
     assert len(fake.calls("build")) == 2
@@ -130,7 +134,7 @@ def test_a_build_that_fails_and_a_base_that_is_nowhere_are_errors(fake: Fake, wh
     assert failed.returncode == 1
     assert "docker did not build megatron-nvme:0.19.2-nvme.1" in failed.stderr
     assert unknown.returncode == 1
-    assert "the base image nowhere:1 is not here and cannot be pulled" in unknown.stderr
+    assert "the base image nowhere:1 is not here and cannot be pulled by docker" in unknown.stderr
 
 
 def test_an_unsound_wheel_is_not_given_to_an_engine(fake: Fake, tmp_path: Path) -> None:
@@ -143,16 +147,74 @@ def test_an_unsound_wheel_is_not_given_to_an_engine(fake: Fake, tmp_path: Path) 
     assert not fake.calls("build")
 
 
-def test_the_first_engine_that_works_is_taken(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+NO_DAEMON = "#!/bin/sh\necho Cannot connect. Is the daemon running? >&2\nexit 1\n"
+
+
+def test_the_first_engine_that_works_is_taken_and_the_others_are_said(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("PATH", str(fake.bin))
     monkeypatch.setenv("FAKE", str(fake.state))
     assert choose(None).name == "docker"
+    assert capsys.readouterr().err == ""
 
-    write_files(fake.bin, {"docker": "#!/bin/sh\necho no daemon >&2\nexit 1\n"})
-    with pytest.raises(BuildError, match="docker: no daemon; podman: not installed"):
+    write_files(fake.bin, {"docker": NO_DAEMON})
+    with pytest.raises(BuildError) as caught:
         choose(None)
+    assert str(caught.value).splitlines() == [
+        "none of the container engines works here:",
+        "  docker: Cannot connect. Is the daemon running? (start its daemon, or set DOCKER_HOST)",
+        "  podman: not installed (Debian: apt-get install podman)",
+        "  buildah: not installed (Debian: apt-get install buildah runc)",
+    ]
     fake.add("buildah")
     assert choose(None).name == "buildah"
+    said = capsys.readouterr().err
+    assert "warning: docker is passed over: Cannot connect. Is the daemon running? (start" in said
+    assert "warning: podman is passed over: not installed" in said
+    assert "warning: buildah builds, and the image is in its storage, which others do not see" in (
+        said
+    )
+
+
+def test_an_engine_that_was_named_is_the_one_the_error_is_about(fake: Fake) -> None:
+    write_files(fake.bin, {"docker": NO_DAEMON})
+    fake.add("buildah")
+
+    broken = fake.image("--engine", "docker", "--dry-run")
+    missing = fake.image("--engine", "podman", "--dry-run", PATH=str(fake.bin))
+
+    assert broken.returncode == missing.returncode == 1
+    assert "error: --engine docker: Cannot connect. Is the daemon running? (start its" in (
+        broken.stderr
+    )
+    assert "; what works here is --engine " in broken.stderr and "buildah" in broken.stderr
+    assert "podman" not in broken.stderr.partition("what works")[0]
+    assert "error: --engine podman: not installed (Debian: apt-get install podman); what works" in (
+        missing.stderr
+    )
+    assert "docker" not in missing.stderr
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [
+        ("#!/bin/sh\nexec sleep 60\n", "`podman version` does not answer within 1 s"),
+        ("#!/nowhere\n", "`podman version` cannot be run: No such file or directory"),
+        ("#!/bin/sh\nexit 3\n", "`podman version` ends with status 3"),
+    ],
+    ids=["hangs", "broken", "silent"],
+)
+def test_an_engine_that_does_not_answer_is_passed_over(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, engine: str, reason: str
+) -> None:
+    monkeypatch.setattr(containers, "_PATIENCE_S", 1)
+    monkeypatch.setenv("PATH", f"{fake.bin}{os.pathsep}{os.environ['PATH']}")
+    write_files(fake.bin, {"podman": engine})
+    (fake.bin / "podman").chmod(0o755)
+
+    with pytest.raises(BuildError, match=f"--engine podman: {reason}"):
+        choose("podman")
 
 
 def test_what_is_no_option_is_not_passed_on_unless_it_stands_behind_two_dashes(fake: Fake) -> None:

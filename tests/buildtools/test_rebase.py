@@ -1,125 +1,42 @@
-"""A rebase is resumable, writes everything or nothing, and says what became of every patch."""
+"""A rebase writes everything or nothing, and a conflict waits until it is resolved."""
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import buildtools.rebase as rebases
-from buildtools import transaction
-from buildtools.apply import PythonEngine
 from buildtools.authoring import new_patch, open_edit
 from buildtools.console import BuildError
 from buildtools.dropped import read_dropped
 from buildtools.edittree import EditTree
 from buildtools.pin import read_pin
-from buildtools.rebase import Finished, Rebase, Stopped
+from buildtools.rebase import Finished, Stopped
 from buildtools.releases import Shop
 from buildtools.report import ADAPTED, EMPTY, REPLACED, UNCHANGED
 from buildtools.series import load_patches
 from buildtools.status import status
-from buildtools.tree import assemble
-from tests.buildtools.toy import EDITS, FILES, MODEL, PACKAGE_INFO, Toy, make_toy, write_files
-
-EARLY = "0002-model-change-an-early-line.patch"
-LATE = "0003-model-change-a-late-line.patch"
-NEXT = FILES | {PACKAGE_INFO: FILES[PACKAGE_INFO].replace("PATCH = 3", "PATCH = 4")}
-MOVED = {MODEL: "first = 0\n" + FILES[MODEL]}
-UPSTREAMED = {MODEL: FILES[MODEL].replace("line_5 = 5\n", "line_5 = 55\n")}
-CONFLICTING = {MODEL: FILES[MODEL].replace("line_5 = 5\n", "line_5 = 6\n")}
-
-
-class Mover:
-    """Somebody who moves the toy to another upstream."""
-
-    def __init__(self, toy: Toy, root: Path) -> None:
-        self.toy = toy
-        self.root = root
-
-    @property
-    def rebase(self) -> Rebase:
-        return Rebase(self.toy.workspace())
-
-    @property
-    def tree(self) -> Path:
-        return self.toy.workspace().rebase / "tree"
-
-    def upstream(self, changes: dict[str, str]) -> Path:
-        root = self.root / "upstream"
-        shutil.rmtree(root, ignore_errors=True)
-        return write_files(root, NEXT | changes)
-
-    def begin(self, changes: dict[str, str], report: Path | None = None) -> Stopped | Finished:
-        shop = Shop(self.toy.root / "cache", self.toy.download, None)
-        return self.rebase.begin(str(self.upstream(changes)), shop, report)
-
-    def go_on(self, because: str | None = None) -> Stopped | Finished:
-        return self.rebase.go_on(because, None)
-
-    def git(self, *arguments: str) -> str:
-        done = subprocess.run(
-            ["git", *arguments], cwd=self.tree, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def resolve(self, path: str = MODEL, *, value: str = "line_5 = 65\n") -> None:
-        """Take our side of every conflict in a file, with a value of its own, and add it."""
-        lines, keep = [], True
-        for line in (self.tree / path).read_text().splitlines(keepends=True):
-            if line.startswith(("<<<<<<< ", "||||||| ")):
-                keep = False
-            elif line.startswith("======="):
-                lines.append(value)
-            elif line.startswith(">>>>>>> "):
-                keep = True
-            elif keep:
-                lines.append(line)
-        (self.tree / path).write_text("".join(lines))
-        self.git("add", path)
-
-    def assembled(self) -> Path:
-        """Return the tree that the rebased series makes of the new upstream."""
-        workspace = self.toy.workspace()
-        source = replace(workspace.recipe.source, kind="path", path=self.root / "upstream")
-        destination = self.root / "assembled"
-        shutil.rmtree(destination, ignore_errors=True)
-        recipe = replace(workspace.recipe, source=source)
-        assemble(recipe, PythonEngine(), destination, locked=False)
-        return destination
-
-
-@pytest.fixture
-def mover(toy: Toy, tmp_path: Path) -> Mover:
-    toy.write_pin()
-    return Mover(toy, tmp_path / "mover")
-
-
-def _finished(result: Stopped | Finished) -> Finished:
-    assert isinstance(result, Finished), result
-    return result
-
-
-def _fates(result: Stopped | Finished) -> list[str]:
-    report = _finished(result).report
-    assert report is not None
-    return [patch.fate for patch in report.patches]
-
+from tests.buildtools.mover import (
+    CONFLICTING,
+    EARLY,
+    LATE,
+    MOVED,
+    NEXT,
+    UPSTREAMED,
+    Mover,
+    fates,
+    finished,
+)
+from tests.buildtools.toy import EDITS, FILES, MODEL, make_toy, write_files
 
 # --------------------------------------------------------------------------------- what comes out
 
 
 def test_a_clean_rebase_writes_the_series_and_the_pin_at_once(mover: Mover) -> None:
-    result = _finished(mover.begin(MOVED))
+    result = finished(mover.begin(MOVED))
 
-    assert _fates(result) == [UNCHANGED, REPLACED, REPLACED]
+    assert fates(result) == [UNCHANGED, REPLACED, REPLACED]
     assert sorted(path.name for path in result.changed) == [
         "0001-info-label-the-build.patch", EARLY, LATE, "upstream.toml",
     ]  # fmt: skip
@@ -149,9 +66,9 @@ def test_a_rebase_onto_the_same_content_changes_no_byte(mover: Mover) -> None:
     shop = Shop(mover.toy.root / "cache", mover.toy.download, None)
 
     for same in (str(mover.toy.sdist), "1.2.3", str(write_files(mover.root / "same", FILES))):
-        result = _finished(mover.rebase.begin(same, shop, None))
+        result = finished(mover.rebase.begin(same, shop, None))
 
-        assert _fates(result) == [UNCHANGED] * 3
+        assert fates(result) == [UNCHANGED] * 3
         assert result.changed == []
         assert mover.toy.contents() == before
 
@@ -172,7 +89,7 @@ def test_an_archive_gives_its_hash_and_joins_the_known_releases(mover: Mover) ->
 def test_a_patch_that_upstream_has_is_dropped_and_recorded(mover: Mover) -> None:
     result = mover.begin(UPSTREAMED)
 
-    assert _fates(result) == [UNCHANGED, EMPTY, UNCHANGED]
+    assert fates(result) == [UNCHANGED, EMPTY, UNCHANGED]
     assert [patch.name for patch in load_patches(mover.toy.patches)] == [
         "0001-info-label-the-build.patch",
         LATE,
@@ -254,7 +171,7 @@ def test_a_resolution_is_taken_and_the_rest_follows(
 
     result = mover.go_on()
 
-    assert _fates(result) == [UNCHANGED, ADAPTED, UNCHANGED]
+    assert fates(result) == [UNCHANGED, ADAPTED, UNCHANGED]
     assert "+line_5 = 65" in mover.toy.patch_path(2).read_text()
     assert mover.toy.patch_path(2).read_text().partition("diff --git")[0] == head
     assert "line_5 = 65\n" in (mover.assembled() / MODEL).read_text()
@@ -332,7 +249,7 @@ def test_a_resolution_that_leaves_nothing_needs_a_reason(mover: Mover) -> None:
     mover.begin(CONFLICTING)
     mover.git("checkout", "--quiet", "HEAD", "--", MODEL)
 
-    assert _fates(mover.go_on("upstream does it otherwise")) == [UNCHANGED, EMPTY, UNCHANGED]
+    assert fates(mover.go_on("upstream does it otherwise")) == [UNCHANGED, EMPTY, UNCHANGED]
 
     assert read_dropped(mover.toy.patches)[0].reason == "upstream does it otherwise"
 
@@ -415,233 +332,3 @@ def test_a_target_that_cannot_be_had_opens_nothing(mover: Mover) -> None:
     work = mover.toy.workspace().work
     assert not mover.toy.workspace().rebase.exists()
     assert [path.name for path in work.iterdir()] == []
-
-
-# ------------------------------------------------------------------------------------ kill -9
-
-
-class Killed(BaseException):
-    """Stands for kill -9: nothing that runs on its way may clean up."""
-
-
-def _kill(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, at: int, *, after: bool) -> None:
-    """Die at the ``at``-th call of a function, before or after it has done its work."""
-    body = getattr(place, name)
-    calls = 0
-
-    def dying(*arguments: Any, **named: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == at and not after:
-            raise Killed
-        result = body(*arguments, **named)
-        if calls == at:
-            raise Killed
-        return result
-
-    monkeypatch.setattr(place, name, dying)
-
-
-POINTS = [
-    *((rebases, "save", at, after) for at in range(1, 5) for after in (False, True)),
-    *((rebases, "pick", at, after) for at in range(1, 4) for after in (False, True)),
-    *((rebases, "conclude", 1, after) for after in (False, True)),
-    *((rebases, "replace_all", 1, after) for after in (False, True)),
-    *((transaction, "_write_journal", 1, after) for after in (False, True)),
-    (transaction, "_remove", 1, False),
-    (transaction, "_remove", 1, True),
-    (Rebase, "_remove", 1, False),
-    (Rebase, "_remove", 1, True),
-]
-
-
-@pytest.mark.parametrize(
-    ("place", "name", "at", "after"),
-    POINTS,
-    ids=[f"{'after' if after else 'before'} {name} {at}" for _, name, at, after in POINTS],
-)
-def test_a_killed_rebase_goes_on_where_it_was(
-    mover: Mover, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, at: int, after: bool
-) -> None:
-    shutil.copytree(mover.toy.root, mover.root / "clean")
-    clean = Mover(Toy(mover.root / "clean", mover.toy.pin), mover.root)
-    _finished(clean.begin(UPSTREAMED))
-    before = mover.toy.contents()
-    with monkeypatch.context() as patch:
-        _kill(patch, place, name, at, after=after)
-        with pytest.raises(Killed):
-            mover.begin(UPSTREAMED)
-
-    transaction.recover(mover.toy.workspace().journal)  # every verb begins with it
-    if mover.toy.workspace().rebase.exists():
-        if not mover.rebase._load().written:
-            assert mover.toy.contents() == before
-        (mover.tree / ".git" / "index.lock").write_text("")
-        _finished(mover.go_on())
-    elif mover.toy.contents() == before:
-        _finished(mover.begin(UPSTREAMED))
-
-    assert list(mover.toy.contents().values()) == list(clean.toy.contents().values())
-    assert not mover.toy.workspace().rebase.exists()
-
-
-@pytest.mark.parametrize("after", [False, True])
-def test_a_conflict_that_nobody_has_been_told_of_comes_again(
-    mover: Mover, monkeypatch: pytest.MonkeyPatch, after: bool
-) -> None:
-    with monkeypatch.context() as patch:
-        _kill(patch, rebases, "pick", 2, after=after)
-        with pytest.raises(Killed):
-            mover.begin(CONFLICTING)
-
-    stopped = mover.go_on()
-
-    assert isinstance(stopped, Stopped)
-    assert (stopped.patch.name, len(stopped.sides)) == (EARLY, 1)
-
-
-@pytest.mark.parametrize(("at", "after"), [(1, False), (1, True), (2, False), (2, True)])
-def test_a_resolution_survives(
-    mover: Mover, monkeypatch: pytest.MonkeyPatch, at: int, after: bool
-) -> None:
-    mover.begin(CONFLICTING)
-    mover.resolve()
-    with monkeypatch.context() as patch:
-        _kill(patch, rebases, "save", at, after=after)
-        with pytest.raises(Killed):
-            mover.go_on()
-
-    assert _fates(mover.go_on()) == [UNCHANGED, ADAPTED, UNCHANGED]
-    assert "+line_5 = 65" in mover.toy.patch_path(2).read_text()
-
-
-@pytest.mark.parametrize("reached", range(1, 6))
-def test_half_a_write_is_finished_by_the_next_verb(
-    mover: Mover, monkeypatch: pytest.MonkeyPatch, reached: int
-) -> None:
-    apply = transaction._apply
-
-    def killed(changes: dict[Path, bytes | None]) -> None:
-        apply(dict(list(changes.items())[:reached]))
-        monkeypatch.setattr(transaction, "_apply", _die)
-        raise Killed
-
-    def _die(changes: dict[Path, bytes | None]) -> None:
-        raise Killed
-
-    monkeypatch.setattr(transaction, "_apply", killed)
-    with pytest.raises(Killed):
-        mover.begin(MOVED)
-    monkeypatch.undo()
-
-    transaction.recover(mover.toy.root / "work" / "journal")
-
-    assert read_pin(mover.toy.pin_file).version == "1.2.4"
-    assert "line_5 = 55\n" in (mover.assembled() / MODEL).read_text()
-    with pytest.raises(BuildError, match="is written already"):
-        mover.rebase.abort()
-    assert _finished(mover.go_on()).report is None
-    assert not mover.toy.workspace().rebase.exists()
-
-
-def test_a_write_that_fails_leaves_everything_and_can_be_repeated(
-    mover: Mover, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = mover.toy.contents()
-    replace_path = Path.replace
-
-    def full(path: Path, target: Path) -> Path:
-        if Path(target).name == LATE:
-            raise OSError("no space left on device")
-        return replace_path(path, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", full)
-        with pytest.raises(OSError, match="no space left"):
-            mover.begin(MOVED)
-        monkeypatch.undo()
-
-    after = mover.toy.contents()
-    assert {path: after[path] for path in before} == before
-    _finished(mover.go_on())
-
-
-# ------------------------------------------------------------------------------------ the report
-
-
-def test_the_report_is_written_as_markdown_or_json(mover: Mover, tmp_path: Path) -> None:
-    mover.begin(CONFLICTING, tmp_path / "report.json")
-    mover.resolve()
-    mover.go_on()
-
-    document = json.loads((tmp_path / "report.json").read_text())
-    assert (document["old"], document["new"]) == ("1.2.3", "1.2.4")
-    # What somebody adapted is to be looked at again: a line of the patch is not there any more.
-    assert document["attention"] == [f"{EARLY}: the resolution left out +line_5 = 55"]
-    assert document["clean"] is False
-    assert [patch["fate"] for patch in document["patches"]] == [UNCHANGED, ADAPTED, UNCHANGED]
-    assert document["patches"][1]["files"][0]["old"] == MODEL
-    assert document["counts"] == {UNCHANGED: 2, ADAPTED: 1}
-
-
-def test_the_page_has_a_row_for_each_patch_and_the_upstream_diff(
-    mover: Mover, tmp_path: Path
-) -> None:
-    mover.begin(UPSTREAMED, tmp_path / "report.md")
-
-    text = (tmp_path / "report.md").read_text()
-    assert text.startswith("# 1.2.3 -> 1.2.4\n")
-    assert f"| {EARLY} | empty |" in text
-    assert "````diff\n--- megatron/core/model.py\n+++ megatron/core/model.py\n" in text
-    assert "-line_5 = 5\n+line_5 = 55\n" in text
-
-
-def test_findings_of_others_are_part_of_the_report(mover: Mover) -> None:
-    def findings(pristine: Path) -> list[str]:
-        assert (pristine / MODEL).read_text() == (NEXT | MOVED)[MODEL]
-        return ["a reader has come"]
-
-    rebase = Rebase(mover.toy.workspace(), findings)
-    shop = Shop(mover.toy.root / "cache", mover.toy.download, None)
-    report = _finished(rebase.begin(str(mover.upstream(MOVED)), shop, None)).report
-
-    assert report is not None
-    assert "Tripwires and census:\n  a reader has come" in report.to_text()
-    assert "## Tripwires and census\n\n* a reader has come" in report.to_markdown()
-
-
-@pytest.mark.parametrize("name", ["report.txt", "report"])
-def test_another_format_is_refused_before_anything_begins(
-    mover: Mover, tmp_path: Path, name: str
-) -> None:
-    with pytest.raises(BuildError, match=r"expected a name that ends in \.md or \.json"):
-        mover.begin(MOVED, tmp_path / name)
-
-    assert not mover.toy.workspace().rebase.exists()
-
-
-def test_a_report_that_cannot_be_written_keeps_the_rebase_open(
-    mover: Mover, tmp_path: Path
-) -> None:
-    before = mover.toy.contents()
-    with pytest.raises(OSError):
-        mover.begin(MOVED, tmp_path / "none" / "report.md")
-
-    assert mover.toy.contents() == before
-    (tmp_path / "none").mkdir()
-    _finished(mover.go_on())
-    assert (tmp_path / "none" / "report.md").exists()
-
-
-def test_a_hunk_in_another_symbol_is_written_and_loud(tmp_path: Path) -> None:
-    body = "".join(f"    x{n} = {n}\n" for n in range(9))
-    edits = [("model: change a line", MODEL, "x5 = 5", "x5 = 55")]
-    toy = make_toy(tmp_path / "toy", FILES | {MODEL: f"def step():\n{body}"}, edits)
-    toy.write_pin()
-    mover = Mover(toy, tmp_path / "mover")
-
-    report = _finished(mover.begin({MODEL: f"def other():\n{body}"})).report
-
-    assert report is not None and not report.clean
-    assert "a hunk of step now lies in other" in report.to_text()
-    assert read_pin(toy.pin_file).version == "1.2.4"

@@ -13,8 +13,11 @@ import pytest
 
 from buildtools.paths import PATCHES, ROOT
 from buildtools.project import project_recipe
+from buildtools.transaction import exclusive
 from buildtools.upstream import PACKAGE_INFO, fetch
+from tests.buildtools.toy import MESSAGE
 
+GUARD = "test_a_patch_is_made_exported_and_dropped_from_the_command_line"
 PARTS = ("build.py", "buildtools", "megatron_overlay", "patches", "requirements", "tests")
 
 
@@ -103,16 +106,109 @@ def test_a_patch_is_made_exported_and_dropped_from_the_command_line(clone: Clone
     assert readme.exists()
 
     written = clone.build("export", "--offline")
-    assert written.returncode == 0, written.stderr
-    assert "new      " in written.stdout and "FILL-IN" in written.stdout
-    assert "next: build.py pin" in written.stdout
-
     (name,) = [name for name in clone.contents() if name.endswith("say-whose-it-is.patch")]
+    assert written.returncode == 1
+    assert written.stdout == f"new      {name}\n", "it is written, so that no work is lost"
+    again, pin, check = (clone.build(verb, "--offline") for verb in ("export", "pin", "check"))
+    for refused in (written, again, pin, check):
+        assert refused.returncode == 1
+        assert f"{name}: FILL-IN is still in its header: 'Why a patch: FILL-IN" in refused.stderr
+        assert f"{name}: trailer Guard-Test is still to be filled in" in refused.stderr
+    for refused in (written, again):
+        assert "patches/ holds your work, but `pin` and `check` refuse it so far" in refused.stderr
+        assert "git commit --amend" in refused.stderr
+    unfinished = clone.build("status", "--offline")
+    assert f"{name}: FILL-IN is still" in unfinished.stdout
+    assert "generated files: current" not in unfinished.stdout
+
+    git = ["git", "-C", str(readme.parent)]
+    message = MESSAGE.format(subject="readme: say whose it is", path="README.md").replace(
+        "tests/test_toy.py::test_toy", f"tests/buildtools/{Path(__file__).name}::{GUARD}"
+    )
+    subprocess.run([*git, "commit", "--quiet", "--amend", "-m", message], check=True)
+    finished = clone.build("export", "--offline")
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout == f"changed  {name}\nnext: build.py pin && build.py check\n"
+
     dropped = clone.build("drop", name[:4], "--because", "an exercise", "--offline")
     assert dropped.returncode == 0, dropped.stderr
     assert f"removed  {name}" in dropped.stdout
     assert b'reason = "an exercise"' in clone.contents()["dropped.toml"]
     assert clone.build("clean").returncode == 0
+
+
+def test_a_rebase_of_a_series_with_an_unfinished_header_says_so(
+    clone: Clone, next_release: Path
+) -> None:
+    (name, *_) = sorted(path.name for path in (clone.root / "patches").glob("*.patch"))
+    path = clone.root / "patches" / name
+    path.write_text(path.read_text().replace("\nDrop-When: ", "\nDrop-When: FILL-IN ", 1))
+
+    done = clone.build("rebase", "--to", str(next_release), "--offline")
+
+    assert done.returncode == 1
+    assert "written: upstream.toml" in done.stdout
+    assert f"{name}: trailer Drop-When is still to be filled in" in done.stderr
+
+
+def test_of_two_verbs_that_write_the_series_one_is_refused(clone: Clone) -> None:
+    before = clone.contents()
+    series = clone.root / ".work" / "series"
+    with exclusive(series, "rebase"):
+        for arguments in (
+            ["rebase", "--to", "1.0"],
+            ["rebase", "--abort"],
+            ["edit"],
+            ["new", "x: y z"],
+            ["export"],
+            ["drop", "1", "--because", "x"],
+            ["clean"],
+        ):
+            done = clone.build(*arguments)
+
+            assert done.returncode == 1, arguments
+            assert done.stderr == (
+                f"error: build.py rebase (process {os.getpid()}) is at work here: let it end "
+                "(`build.py status` says what it leaves), then try again; nothing was changed\n"
+            )
+    assert clone.contents() == before
+    assert series.with_name("series.lock").exists()
+    assert "no rebase is open" in clone.build("rebase", "--abort").stderr
+
+
+def test_two_rebases_at_once_are_one_rebase(clone: Clone, next_release: Path) -> None:
+    command = [sys.executable, str(clone.root / "build.py"), "rebase", "--offline", "--to"]
+    runs = [
+        subprocess.Popen(
+            [*command, str(next_release)],
+            env=os.environ | {"HOME": str(clone.root)} | _CACHE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    errors = [run.communicate()[1] for run in runs]
+
+    assert sorted(run.returncode for run in runs) == [0, 1], errors
+    refused = errors[[run.returncode for run in runs].index(1)]
+    assert refused.startswith("error: ") and "is at work here: let it end" in refused
+
+
+def test_pin_waits_for_a_rebase(clone: Clone) -> None:
+    with exclusive(clone.root / ".work" / "series", "rebase"):
+        pin = subprocess.Popen(
+            [sys.executable, str(clone.root / "build.py"), "pin", "--offline"],
+            env=os.environ | _CACHE, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert pin.stderr is not None
+        assert pin.stderr.readline() == (
+            f"warning: waiting for build.py rebase (process {os.getpid()}) to end\n"
+        )
+        assert pin.poll() is None
+    output, errors = pin.communicate()
+    assert pin.returncode == 0, errors
+    assert "assembled " in output
 
 
 def test_a_rebase_from_the_command_line(clone: Clone, next_release: Path) -> None:

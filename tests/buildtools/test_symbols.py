@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from buildtools.patchfile import FileChange, Hunk
-from buildtools.symbols import Module, Sources, enclosing_symbols
+from buildtools.placement import enclosing_symbols
+from buildtools.symbols import Module, Sources
 
 SOURCE = b'''\
 """Module."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from buildtools.console import BuildError
-from buildtools.transaction import recover, replace_all
+from buildtools.paths import ROOT
+from buildtools.transaction import exclusive, recover, replace_all
 
 
 @pytest.fixture
@@ -60,6 +64,36 @@ def test_a_journal_that_cannot_be_read_is_no_permission_to_go_on(
         replace_all({tmp_path / "x": b"1"}, journal)
 
     assert not (tmp_path / "x").exists()
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from buildtools.transaction import exclusive
+with exclusive(Path(sys.argv[1]), "rebase"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_one_at_a_time_and_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
+    name = tmp_path / "work" / "series"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(name)],
+        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+
+    message = rf"build\.py rebase \(process {holder.pid}\) is at work here: let it end"
+    with pytest.raises(BuildError, match=message), exclusive(name, "edit", wait=False):
+        pass
+    holder.kill()
+    holder.communicate()
+    with exclusive(name, "edit", wait=False):
+        note = name.with_name("series.lock").read_text()
+        assert note == f"build.py edit (process {os.getpid()})", "and nothing of the one before"
+    assert name.with_name("series.lock").read_text() == ""
 
 
 def test_without_a_journal_there_is_nothing_to_recover(journal: Path) -> None:

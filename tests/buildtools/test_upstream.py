@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tarfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -94,6 +95,19 @@ def test_every_kind_of_source_gives_the_pinned_tree(
     pristine = _fetch(toy, source, pin=pin, download=toy.download)
 
     assert sorted(entries_below(pristine)) == sorted(FILES)
+
+
+def test_a_commit_that_is_not_recorded_yet_is_said(
+    toy: Toy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit = _repository(toy, FILES)
+    said = f"warning: v1.2.3 is commit {commit}: record it as `commit` in [source.git]"
+
+    _fetch(toy, Source("git"), download=toy.download)
+    assert said in capsys.readouterr().err
+    shutil.rmtree(toy.root / "fetched")
+    _fetch(toy, Source("git"), pin=replace(toy.pin, git_commit=commit), download=toy.download)
+    assert "record it" not in capsys.readouterr().err
 
 
 def test_a_tag_that_was_moved_is_refused(toy: Toy) -> None:

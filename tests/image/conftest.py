@@ -13,7 +13,8 @@ import pytest
 
 from buildtools.bake import STORE
 from buildtools.containers import Build, Engine
-from buildtools.paths import ROOT, WORK
+from buildtools.image import context_directory
+from buildtools.paths import ROOT
 from tests.buildtools.command import build_py
 from tests.buildtools.toy import write_files
 from tests.image.rootfs import MOUNTED, SITE, STOCK, make_rootfs, packages
@@ -134,7 +135,7 @@ def wheel(bakery: Bakery) -> Path:
     """The wheel of this repository, as `build.py image` puts it into the context."""
     done = build_py("image", "--engine", "buildah", "--base", BASE, "--dry-run")
     assert done.returncode == 0, done.stderr
-    made = next((WORK / "image" / "Dockerfile").glob("*.whl"))
+    made = next(context_directory(inside=False).glob("*.whl"))
     return Path(shutil.copy(made, bakery.scratch))
 
 
