@@ -42,13 +42,16 @@ _RESOURCE_TRACKER: Any = resource_tracker._resource_tracker
 # Environment of the fork server. One thread: see [Note: Forking after torch was imported].
 SERVER_ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-    "GLOO_SOCKET_IFNAME": "lo",
     "MKL_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "PYTHONWARNINGS": "ignore",
     "TORCHDYNAMO_DISABLE": "1",
+}
+
+OF_DEVICE = {
+    rank_process.EMULATED: {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"},
+    rank_process.CUDA: {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},  # asks without initializing
 }
 
 # After the first failure the others get this long to report theirs, then they are killed.
@@ -158,11 +161,12 @@ class RankPool:
     Thread: the creator's.
     """
 
-    def __init__(self, timeout_s: float = 120.0) -> None:
+    def __init__(self, timeout_s: float = 120.0, device: str = rank_process.EMULATED) -> None:
         """Start the server; its imports go on in the background.
 
         Args:
             timeout_s: how long a case may take, unless `run` says otherwise.
+            device: what ranks run on, `rank_process.EMULATED` or `rank_process.CUDA`.
 
         Raises:
             RuntimeError: if this process has a fork server already.
@@ -178,7 +182,8 @@ class RankPool:
         self.outputs: list[str] = []
         # main() of the fork server ignores the sys.path it is given (CPython 3.12.1).
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-        with _environment(SERVER_ENVIRONMENT, PYTHONPATH=path, **{rank_process.PRELOAD_MARK: "1"}):
+        told = {**OF_DEVICE[device], rank_process.PRELOAD_MARK: device}
+        with _environment(SERVER_ENVIRONMENT, PYTHONPATH=path, **told):
             forkserver.ensure_running()
 
     def run(

@@ -1,8 +1,9 @@
 """What runs inside a rank of `tests.rank_pool`, and in the fork server that ranks are forked from.
 
 The fork server imports this module once, which installs the emulated device and imports Megatron
-(several seconds). A rank is then a fork of that: process state as after a fresh import, in some ten
-milliseconds.
+(several seconds); for ranks on real devices it only imports, and touches no device, since CUDA does
+not survive a fork. A rank is then a fork of that: process state as after a fresh import, in some
+ten milliseconds.
 
 [Note: Forking after torch was imported]
 A forked child has only the thread that forked. Thread pools of the parent (OpenMP, OpenBLAS) would
@@ -17,6 +18,7 @@ import faulthandler
 import functools
 import gc
 import importlib
+import importlib.util
 import inspect
 import io
 import os
@@ -68,19 +70,25 @@ def _num_threads() -> int:
     return sum(1 for _ in Path("/proc/self/task").iterdir())
 
 
-def _preload() -> str:
-    """Install the double and import Megatron; returns a traceback if that failed.
+def _preload(device: str) -> str:
+    """Install the doubles and import Megatron; returns a traceback if that failed.
 
     The fork server would swallow an ImportError, and die from any other exception.
     """
     try:
         from tests import emulated_cuda, fused_adam
 
-        emulated_cuda.install()
-        fused_adam.install()
+        if device == EMULATED:
+            emulated_cuda.install()
+        if device == EMULATED or importlib.util.find_spec("transformer_engine") is None:
+            fused_adam.install()
         for name in _PRELOADED:
             importlib.import_module(name)
-        if _num_threads() != 1:
+        torch: Any = importlib.import_module("torch")
+        if device == CUDA and torch.cuda.is_initialized():
+            raise RuntimeError("an import has initialized CUDA; forks could not use it")
+        # Of Transformer Engine's threads none holds a lock; a fork that hangs is ended by its pool.
+        if _num_threads() != 1 and device == EMULATED:
             raise RuntimeError(f"the fork server has {_num_threads()} threads; forks would hang")
         _remember_sources()
         gc.collect()
@@ -101,8 +109,11 @@ def _remember_sources() -> None:
 # Only the fork server preloads. Everything else that imports this module (pytest, which needs its
 # names) must stay free of the emulated device.
 PRELOAD_MARK = "TESTS_RANK_PROCESS_PRELOADS"
-_SERVER_PID = os.getpid() if os.environ.pop(PRELOAD_MARK, None) else None
-_FAILURE = _preload() if _SERVER_PID is not None else ""
+EMULATED = "emulated"
+CUDA = "cuda"
+_DEVICE = os.environ.pop(PRELOAD_MARK, None)
+_SERVER_PID = None if _DEVICE is None else os.getpid()
+_FAILURE = "" if _DEVICE is None else _preload(_DEVICE)
 
 
 def run_rank(rank: Rank, channel: Connection, call: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 STEPS = 10
 # Large enough that state outweighs everything else, small enough to be quick.
-MODEL = ("--hidden-size", "512", "--num-attention-heads", "8", "--deterministic-mode")
+MODEL = shlex.split("--num-layers 4 --hidden-size 512 --num-attention-heads 8 --deterministic-mode")
 OPTIMIZERS = ("adam", "muon")
 BUCKET_NUMEL = 1_000_000  # a quarter of it each: several buckets
 TIERS = ("--stream-optimizer-state-host-gb", "0.03", "--stream-optimizer-state-device-gb", "0.015")

@@ -67,6 +67,8 @@ def train(world_size: int, name: str, *arguments: str, **kwargs: Any) -> list[gp
         world_size,
         arguments=[*gpt.BF16, *MODEL, *ROWS[name], *arguments],
         after_setup=require_transformer_engine,
+        # Delayed scaling keeps its history in a pickle, which is refused otherwise.
+        environment={"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"},
         **kwargs,
     )
     return runs
@@ -80,12 +82,6 @@ def streamed(world_size: int, name: str, directory: Path, **kwargs: Any) -> list
         optimizer_tensors=streaming.streamed_tensors,
         **kwargs,
     )
-
-
-@pytest.fixture(autouse=True)
-def trust_our_own_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Delayed scaling keeps its history in a pickle, which is refused otherwise."""
-    monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
 
 
 @pytest.fixture(scope="module")
