@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -31,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import figures
 from benchmarks.cases import CASES, Case
 from benchmarks.memory import fill
+from benchmarks.processes import NotRunError, machine, run_ranks
 from benchmarks.tables import group_table, peak_table, verdict_table
 from benchmarks.verdicts import Results, Verdict, verdict
 
@@ -38,10 +36,6 @@ HERE = Path(__file__).resolve().parent
 ROOFLINE = "roofline"
 NAMES = (ROOFLINE, *(case.name for case in CASES))
 OF_TWO_GPUS = (ROOFLINE, "stock", "host", "disk", "split-bf16-host")
-
-
-class NotRunError(Exception):
-    """A case could not run; the message says why."""
 
 
 @contextmanager
@@ -61,55 +55,6 @@ def mounted_tmpfs(directory: Path, gigabytes: float) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", str(directory)], check=False)
-
-
-def run_ranks(commands: Sequence[Sequence[str]], logs: Path, timeout_s: float) -> list[Any]:
-    """Run one process a rank; return what each printed last, as JSON.
-
-    Raises:
-        NotRunError: one failed or took too long; the others are ended.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    processes: list[subprocess.Popen[bytes]] = []
-    outputs = [logs.with_name(f"{logs.name}.rank{rank}.out") for rank in range(len(commands))]
-    end = time.monotonic() + timeout_s
-    failed: int | None = None
-    try:
-        for rank, (command, output) in enumerate(zip(commands, outputs, strict=True)):
-            told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
-            told |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(len(commands)))
-            environment = {**os.environ, **told, "MASTER_ADDR": "127.0.0.1"}
-            with output.open("wb") as out, output.with_suffix(".err").open("wb") as err:
-                processes.append(subprocess.Popen(command, env=environment, stdout=out, stderr=err))
-        while any(each.poll() is None for each in processes) and failed is None:
-            if time.monotonic() > end:
-                raise NotRunError(f"it took longer than {timeout_s:.0f} s")
-            time.sleep(0.05)
-            failed = next((n for n, each in enumerate(processes) if each.poll()), None)
-    finally:
-        for each in processes:
-            each.kill()
-            each.wait()
-    if failed is not None:
-        text = outputs[failed].with_suffix(".err").read_text(errors="replace")
-        last = [line for line in text.splitlines() if line.strip()] or ["it said nothing"]
-        status = processes[failed].returncode
-        raise NotRunError(f"rank {failed} ended with {status}: {last[-1][-300:]}")
-    return [last_json(output.read_text()) for output in outputs]
-
-
-def last_json(text: str) -> Any:
-    """Return the last line that is a JSON object.
-
-    Raises:
-        NotRunError: there is none.
-    """
-    lines = [line for line in text.splitlines() if line.startswith("{")]
-    if not lines:
-        raise NotRunError("it printed no result")
-    return json.loads(lines[-1])
 
 
 def run_case(case: Case, args: argparse.Namespace) -> list[Any]:
@@ -145,26 +90,6 @@ def run_roofline(args: argparse.Namespace) -> Any:
     if done.returncode:
         raise NotRunError(f"exit status {done.returncode}")
     return json.loads(written.read_text())
-
-
-def machine(directory: Path) -> dict[str, Any]:
-    """Return what the numbers depend on."""
-    return {
-        "gpus": said("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"),
-        "kernel": platform.release(),
-        "cpus": os.cpu_count(),
-        "filesystem": said("stat", "--file-system", "--format=%T", str(directory)),
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-    }
-
-
-def said(*command: str) -> str:
-    """Return what a command prints; nothing if there is no such command."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return ""
-    return done.stdout.strip()
 
 
 def results_of(cases: dict[str, Any]) -> Results:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import engine, figures, memory, roofline, step
+from benchmarks import engine, figures, memory, processes, roofline, step
 from benchmarks.cases import CASES
 from benchmarks.measurement import streaming_fields
 from benchmarks.raw_disk import PATTERNS, DiskProbe
@@ -357,14 +357,14 @@ def test_ranks_know_each_other_and_one_failure_ends_all(tmp_path: Path) -> None:
 
     def run(*programs: str, timeout_s: float = 30) -> Any:
         commands = [[sys.executable, "-c", each] for each in programs]
-        return engine.run_ranks(commands, tmp_path / "log", timeout_s)
+        return processes.run_ranks(commands, tmp_path / "log", timeout_s)
 
     assert run(says, says) == [{"rank": "0"}, {"rank": "1"}]
-    with pytest.raises(engine.NotRunError, match="rank 1 ended with 1: no disk today"):
+    with pytest.raises(processes.NotRunError, match="rank 1 ended with 1: no disk today"):
         run(waits, fails)
-    with pytest.raises(engine.NotRunError, match="longer than"):
+    with pytest.raises(processes.NotRunError, match="longer than"):
         run(waits, timeout_s=0.2)
-    with pytest.raises(engine.NotRunError, match="no result"):
+    with pytest.raises(processes.NotRunError, match="no result"):
         run("print(1)")
 
 
