@@ -257,6 +257,40 @@ def test_whole_params_take_a_slot_and_never_all_of_their_main_params(
     assert found["save"] < SMALL
 
 
+def slots_of_stores(directory: str, arguments: list[str]) -> list[tuple[int, int, int]]:
+    """Return, of each store of a rank, elements of state, elements of slots, buckets."""
+    found: list[tuple[int, int, int]] = []
+
+    def look(model: Sequence[Any], optimizer: Any) -> None:
+        for store in optimizer._stores():
+            slots = store.working_set.staging.num_slots * store.layout.slot_nbytes
+            found.append((store.layout.nbytes // 12, slots // 12, len(store.layout.buckets)))
+        raise Stopped
+
+    try:
+        flags = streaming.flags(directory, BUCKET_NUMEL)
+        gpt.train([*gpt.BF16, *arguments, *flags], 0, after_setup=look)
+    except Stopped:
+        return found
+    raise AssertionError("setup did not reach the callback")
+
+
+@pytest.mark.parametrize("experts", ["4", "32"])
+def test_the_slots_of_all_stores_together_keep_to_the_cap(
+    experts: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    """A mixture of experts has two stores on each rank, of any sizes; each streams."""
+    arguments = [*gpt.MOE, "--num-experts", experts, "--expert-model-parallel-size", "2"]
+    by_rank = ranks.run(slots_of_stores, 2, directory=str(tmp_path), arguments=arguments)
+
+    padding = 2 * NUM_DEVICE_SLOTS * 1024  # segments begin at multiples of 4096 bytes
+    for stores in by_rank:
+        assert len(stores) == 2
+        assert sum(numel for numel, _, _ in stores) > 1.5 * BUCKET_NUMEL, "or all fits"
+        assert sum(slots for _, slots, _ in stores) <= BUCKET_NUMEL + padding
+        assert all(buckets >= NUM_DEVICE_SLOTS for _, _, buckets in stores)
+
+
 def look_at_file(directory: str) -> dict[str, Any]:
     """Compare the file after construction with the model, and look at its page cache."""
     from megatron.core.optimizer.nvme_state_store.store import OptimizerStateStore

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -254,6 +256,21 @@ def test_buckets_share_what_is_on_the_device() -> None:
     for numel, expected in ((1, 1), (3, 1), (8, 2), (4001, 1000)):
         chosen = config.store_config(_config(stream_optimizer_state_bucket_numel=numel))
         assert chosen.bucket_numel == expected
+
+
+def test_the_stores_of_a_rank_share_what_is_set_for_a_rank() -> None:
+    """A small one has buckets of some size all the same, and any has at least an element."""
+    whole = config.StoreConfig(directories=(), bucket_numel=3200, ahead_bytes=1000)
+
+    def part(numerator: int, denominator: int) -> tuple[int, int]:
+        found = whole.part(Fraction(numerator, denominator))
+        return found.bucket_numel, found.ahead_bytes
+
+    assert part(1, 1) == (3200, 1000)
+    assert part(3, 4) == (2400, 750)
+    assert part(1, 1000) == (100, 1)
+    assert part(0, 1) == (100, 0)
+    assert replace(whole, bucket_numel=1).part(Fraction(1, 2)).bucket_numel == 1
 
 
 @pytest.mark.parametrize(

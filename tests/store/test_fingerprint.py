@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from megatron.core.optimizer.nvme_state_store.fingerprint import (
     PIECE_BYTES,
     fingerprint,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SIZES = [1, 3, 5, 2047, 2048, 2049, 8191, 8192, 8193, 10_000]
 """Elements of 2 bytes: with and without a rest of 8 bytes, and of a row of 2048 of those."""
@@ -23,6 +25,45 @@ def make(numel: int, seed: int = 1, dtype: torch.dtype = torch.bfloat16) -> torc
 def is_same(*pairs: tuple[torch.Tensor, torch.Tensor]) -> bool:
     ours, theirs = zip(*pairs, strict=True)
     return bool(torch.equal(fingerprint(ours), fingerprint(theirs)))
+
+
+class Reductions(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes how many rows each reduction over another than the last dimension has."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.sum.dim_IntList:
+            tensor, dims = args[:2]
+            self.rows += [tensor.size(d) for d in dims if d % tensor.dim() != tensor.dim() - 1]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rows", [1, 127, 128, 129, 6103, 16382, 16384, 20_000])
+def test_no_reduction_over_rows_is_large(rows: int) -> None:
+    """CUDA would take space for each of its blocks: twice the bytes that are reduced."""
+    shard = torch.zeros(rows * 8192, dtype=torch.bfloat16)
+    with Reductions() as seen:
+        fingerprint([shard])
+
+    assert seen.rows, "or the mode sees nothing"
+    assert max(seen.rows) < 256
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shift", [0, 1])
+def test_temporaries_on_a_device_are_at_most_those_of_a_copy(shift: int) -> None:
+    """Of a bucket of the default size."""
+    shard = torch.zeros(50_000_000, dtype=torch.bfloat16, device="cuda").view(torch.uint8)[shift:]
+    fingerprint([shard])
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    fingerprint([shard])
+    assert torch.cuda.max_memory_allocated() - before <= 1.1 * COPY_BYTES
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -61,8 +61,12 @@ def test_every_command_prints_what_the_page_shows(
             Path(example.words[1]).write_text(example.output)
             continue
         assert example.words[:3] == TOOL
-        assert main(example.words[3:]) == 0
+        assert main(example.words[3:]) == ("nothing fits" in example.output)
         assert capsys.readouterr().out == example.output
+
+
+def test_the_page_shows_what_happens_when_nothing_fits() -> None:
+    assert any("nothing fits" in example.output for example in examples())
 
 
 def test_the_help_that_the_page_names_is_there(capsys: pytest.CaptureFixture[str]) -> None:

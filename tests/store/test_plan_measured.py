@@ -1,10 +1,15 @@
 """Plans are within 10 % of what was measured on H200s, in runs that no constant was fitted to.
 
 Sources: docs/benchmarks/2026-11-30-engine.md, 2026-11-30-muon.md, and the project's measurements of
-2026-11-29. Two runs are fitted: the constant of `plan_time` to FULL_HOST, and DISK_RATE, an input
+2026-11-29. Two runs are fitted: the constant of `step_time` to FULL_HOST, and DISK_RATE, an input
 that a user has from `probe`, to the disk-only run, for the run with 12 GB of host tier. All others
 are predicted from limits that were measured beside them; two of them are these two runs, looked at
 in another way (exposed; with the disk's limit).
+
+[Note: Two steps after a pause]
+A plan is of steps that follow each other for ever. Where two steps after a pause were measured,
+from the start of the first to the last byte of the second, the first buckets had been read in the
+pause: as many bytes less as host slots hold. What the engine counted agrees with that within 1 %.
 """
 
 from __future__ import annotations
@@ -14,23 +19,22 @@ from pathlib import Path
 
 import pytest
 from megatron.core.optimizer.nvme_state_store.config import StoreConfig
-from megatron.core.optimizer.nvme_state_store.plan_memory import (
-    Machine,
+from megatron.core.optimizer.nvme_state_store.plan.machine import Machine
+from megatron.core.optimizer.nvme_state_store.plan.memory import (
     Streamed,
     stock_device_bytes,
     stream,
 )
-from megatron.core.optimizer.nvme_state_store.plan_model import (
+from megatron.core.optimizer.nvme_state_store.plan.model import (
     Kind,
     Model,
     Tensor,
     model_of_numbers,
 )
-from megatron.core.optimizer.nvme_state_store.plan_ranks import Parallel, Rank, largest_rank
-from megatron.core.optimizer.nvme_state_store.plan_time import (
+from megatron.core.optimizer.nvme_state_store.plan.ranks import Parallel, Rank, largest_rank
+from megatron.core.optimizer.nvme_state_store.plan.rates import UPDATE_PARAMS_PER_S, Rates
+from megatron.core.optimizer.nvme_state_store.plan.step_time import (
     SECONDS_PER_PARAM,
-    UPDATE_PARAMS_PER_S,
-    Rates,
     StepTime,
     step_time,
 )
@@ -39,9 +43,9 @@ from buildtools.paths import ROOT
 
 MATRIX = 8192 * 8192
 GB = 10**9
-DISK_RATE = 2.06
-"""GB/s of the disk-only run: 51.5 GB, as a plan has them, in 25.0 s. Beside it 2.18 and 2.01 GB/s
-were measured."""
+DISK_RATE = 2.0136
+"""GB/s of the disk-only run: 50.34 GB, as a plan has them of two steps after a pause, in 25.0 s.
+Beside it 2.18 and 2.01 GB/s were measured."""
 PCIE_RATE = 50.65
 """GB/s each way: half of 101.1 and 101.5, before and after FULL_HOST."""
 FULL_HOST = 0.545
@@ -61,6 +65,7 @@ class Run:
         split: main params are split and moments are BF16.
         between: seconds of forward and backward.
         dp: ranks.
+        steps: so many were measured after a pause; 0: enough not to matter.
     """
 
     seconds: float
@@ -72,6 +77,7 @@ class Run:
     split: bool = False
     between: float | None = None
     dp: int = 1
+    steps: int = 0
 
     @property
     def rank(self) -> Rank:
@@ -87,6 +93,12 @@ class Run:
         )
         return stream(self.rank, config, "fp32", "torch", Machine(self.dp))
 
+    def moved(self) -> float:
+        """Return the bytes that cross the disk in a step: [Note: Two steps after a pause]."""
+        streamed = self.stream()
+        nbytes = streamed.read_nbytes + streamed.disk_nbytes
+        return nbytes - (streamed.ahead_nbytes / self.steps if self.steps else 0)
+
     def predict(self) -> StepTime:
         update = UPDATE_PARAMS_PER_S["torch"]
         rates = Rates(self.disk * GB, None, None, self.pcie * GB, update)
@@ -95,15 +107,14 @@ class Run:
 
 FITTED = {
     "all in the host tier": Run(FULL_HOST, host=30),
-    "disk only": Run(25.0),
+    "disk only": Run(25.0, steps=2),
 }
 PREDICTED = {
-    "12 GB host tier": Run(12.3, host=12, pcie=48),
+    "12 GB host tier": Run(12.3, host=12, pcie=48, steps=2),
     "split, bf16, 12 GB host tier": Run(0.553, disk=2.04, host=12, pcie=48, split=True),
     "beside forward and backward": Run(0.124, 8, disk=1.91, host=3.325, ahead=3.625, between=4.51),
     "two GPUs, host tier": Run(0.102, 8, pcie=41, host=10, dp=2),
-    "disk only, its own limit": Run(25.0, disk=2.095),
-    "tmpfs, exposed": Run(2.37, 12, disk=8.28),
+    "disk only, its own limit": Run(25.0, disk=2.095, steps=2),
     "prototype, host tier": Run(0.522, pcie=50.8, host=30),
     "all in the host tier, exposed": Run(0.538, host=30, between=10),
 }
@@ -114,6 +125,10 @@ def seconds(run: Run) -> float:
     time = run.predict()
     found = time.step if run.between is None else time.exposed
     assert found is not None
+    if run.steps:
+        assert time.slowest == "disk"
+        streamed = run.stream()
+        found *= run.moved() / (streamed.read_nbytes + streamed.disk_nbytes)
     return found
 
 
@@ -135,16 +150,26 @@ def test_the_constant_is_what_the_one_fitted_run_has_beyond_its_copies() -> None
 
 def test_a_limit_that_changes_between_runs_is_an_error_of_the_plan() -> None:
     """Known, not wanted: beside the run with 12 GB of host tier 1.94 GB/s were measured."""
-    assert seconds(Run(12.3, host=12, disk=1.935, pcie=48)) / 12.3 == pytest.approx(1.16, abs=0.01)
+    run = Run(12.3, host=12, disk=1.935, pcie=48, steps=2)
+    assert seconds(run) / 12.3 == pytest.approx(1.11, abs=0.01)
+    # It moved more than that limit: no plan of its bytes could have come to less.
+    moved = 26.6 / 12.3
+    assert moved / 1.935 == pytest.approx(1.12, abs=0.01)
+
+
+def test_one_step_on_a_tmpfs_from_a_standing_start_is_not_predicted() -> None:
+    """Known, not wanted: with what writers alone reach there, 2.40 s instead of 2.83 s."""
+    run = Run(2.83, 12)
+    rates = Rates(8.28 * GB, 44.9 * GB, 4.03 * GB, 48 * GB, UPDATE_PARAMS_PER_S["torch"])
+    step = step_time(run.stream(), run.rank, Machine(1), rates, None).step
+    assert step is not None
+    assert step / run.seconds == pytest.approx(0.85, abs=0.01)
 
 
 def test_bytes_that_moved_are_those_that_were_counted() -> None:
-    """On disk but for what the first of two steps finds read already: 1 to 2 buckets a step."""
-    bucket = 0.6
+    """[Note: Two steps after a pause]."""
     for run, moved in ((FITTED["disk only"], 50.6), (PREDICTED["12 GB host tier"], 26.6)):
-        planned = run.stream()
-        per_step = (planned.read_nbytes + planned.disk_nbytes) / GB
-        assert moved <= per_step <= moved + 2 * bucket
+        assert run.moved() / GB == pytest.approx(moved, rel=0.01)
     split = PREDICTED["split, bf16, 12 GB host tier"].stream()
     assert split.read_nbytes == 0
     assert split.disk_nbytes / GB == pytest.approx(1.2, abs=0.05)

@@ -9,14 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from megatron.core.optimizer.nvme_state_store import errors
-from megatron.core.optimizer.nvme_state_store.plan_megatron import (
-    megatron_architecture,
-    megatron_flags,
-)
-from megatron.core.optimizer.nvme_state_store.plan_model import model_of
+from megatron.core.optimizer.nvme_state_store.plan.hf import hf_architecture
+from megatron.core.optimizer.nvme_state_store.plan.megatron import megatron_architecture
+from megatron.core.optimizer.nvme_state_store.plan.megatron_words import megatron_flags
+from megatron.core.optimizer.nvme_state_store.plan.model import model_of
 
 from buildtools.paths import ROOT
+from tests.store.plans import DEEPSEEK_V3, LLAMA_8B
 
 VOCAB, POSITIONS = 512, 64
 COMMON = (
@@ -128,3 +129,64 @@ def test_the_count_is_that_of_megatrons_own_model(tmp_path: Path) -> None:
         for words in MODELS
     ]
     assert planned == json.loads(written.read_text())
+
+
+def test_megatrons_arguments_describe_the_same_models() -> None:
+    common = (
+        "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+    )
+    untied = "--untie-embeddings-and-output-weights --group-query-attention "
+    llama = (
+        "--num-layers 32 --hidden-size 4096 --ffn-hidden-size=14336 --num-attention-heads 32 "
+        "--num-query-groups 8 --vocab-size 128256 --lr 1e-5 --data-path a b"
+    )
+    deepseek = (
+        "--num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 "
+        "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 "
+        "--qk-pos-emb-head-dim 64 --v-head-dim 128 --num-experts 256 --moe-ffn-hidden-size 2048 "
+        "--moe-shared-expert-intermediate-size 2048 --moe-layer-freq ([0]*3+[1]*58) "
+        "--vocab-size 129280 --num-query-groups 128 --qk-layernorm"
+    )
+    for words, config in ((llama, LLAMA_8B), (deepseek, DEEPSEEK_V3)):
+        flags = megatron_flags((common + untied + words).split())
+        assert model_of(megatron_architecture(flags)[0]) == model_of(hf_architecture(config)[0])
+
+
+@pytest.mark.parametrize(
+    ("more", "warning"),
+    [
+        (
+            "--num-query-groups 2",
+            "--num-query-groups 2: without --group-query-attention it changes",
+        ),
+        ("--moe-shared-expert-intermediate-size 8", "8: without --num-experts it changes nothing"),
+        ("--kv-lora-rank 8", "--kv-lora-rank 8: without --multi-latent-attention it changes nothi"),
+        ("--mtp-num-layers 1", "--mtp-num-layers 1: not understood, the count may be wrong"),
+        ("--attention-output-gate", "--attention-output-gate: not understood"),
+        ("--experimental-attention-variant dsa", "dsa: not understood, the count may be wrong"),
+    ],
+)
+def test_what_is_ignored_or_not_counted_is_warned_of(more: str, warning: str) -> None:
+    _, warnings = megatron_architecture(megatron_flags((COMMON + more).split()))
+    assert len(warnings) == 1
+    assert warning in warnings[0]
+
+
+def test_what_is_off_is_not_warned_of() -> None:
+    more = "--mtp-num-layers 0 --group-query-attention --num-query-groups 2"
+    assert megatron_architecture(megatron_flags((COMMON + more).split()))[1] == []
+
+
+def test_older_words_for_rotary_positions_are_understood() -> None:
+    words = COMMON + "--use-rotary-position-embeddings"
+    assert megatron_architecture(megatron_flags(words.split()))[0].positions == 0
+
+
+def test_a_layer_frequency_is_a_number_or_a_list_and_never_code() -> None:
+    words = ["--num-layers=4", "--hidden-size=64", "--num-attention-heads=4", "--num-experts=2"]
+    for text, expected in (("2", (True, False) * 2), ("[0]+[1]*3", (False, True, True, True))):
+        architecture, _ = megatron_architecture(megatron_flags([*words, "--moe-layer-freq", text]))
+        assert architecture.moe_layers == expected
+    for text in ("[1]", "0", "print(1)", "a b"):
+        with pytest.raises(ValueError, match=r"--moe-layer-freq .*: expected a number, or a list"):
+            megatron_architecture(megatron_flags([*words, "--moe-layer-freq", text]))

@@ -24,15 +24,10 @@ Modules by rank; each imports only from the ranks above it, and only the adapter
     model_shards, resident      a bucket and the model's shards; params that do not stream
     casting                     a resident bucket in the formats of its layout
     store                       lifetime and state; the only class callers hold
-    plan_architecture           the sizes of a model, for a plan before anything is started
-    plan_hf, plan_megatron,     read from a config.json, from Megatron's arguments; params by kind
-    plan_model
-    plan_ranks                  what a rank has of a model, and of its optimizer's state
-    plan_memory                 bytes of a rank on the device, in host memory and on disk
-    plan_time                   how long a step takes, and what it wears off the disks
-    plan_choices                formats and tiers side by side; the best that fits, and its flags
-    plan_text, plan_figure      a plan as a table, as JSON, as a picture
-    plan, probe, __main__       tools around the store, without it
+    plan, probe                 tools around the store, without it; plan is a package, whose
+                                docstring ranks its modules
+    commands                    their command lines
+    __main__                    `python -m ...`, or by its path
 
 Beside them deferral, which imports none of them, and the adapters: quantised_params;
 streamed_optimizer, on it distributed_optimizer, float16_optimizer and layer_wise_optimizer;

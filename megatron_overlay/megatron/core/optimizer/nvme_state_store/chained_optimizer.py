@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ class StreamedChainedOptimizer(ChainedOptimizer):
         rank = dist.get_rank() if dist.is_initialized() else 0
         for index, store in enumerate(self._stores()):
             store.name = f"rank{rank:05d}/optimizer{index}"
+        self._share_slots()
         budgets = self._budgets(rank)
         whole = sum(store.layout.nbytes for store in self._stores())
         try:
@@ -61,6 +63,19 @@ class StreamedChainedOptimizer(ChainedOptimizer):
             for store in self._stores():  # the process may live on; its files are of no use
                 store.close()
             raise
+
+    def _share_slots(self) -> None:
+        """Give each store the part of the slots that it has of this rank's state.
+
+        Ranks walk the same buckets of whole params, so there the part must be the same on all.
+        """
+        stores = list(self._stores())
+        whole = max(sum(store.layout.nbytes for store in stores), 1)
+        mine = [Fraction(store.layout.nbytes, whole) for store in stores]
+        of_ranks = gather(mine, dist.group.WORLD).values()
+        for index, store in enumerate(stores):
+            largest = max(parts[index] for parts in of_ranks if index < len(parts))
+            store.use_part(mine[index] if store.keys.is_elementwise else largest)
 
     def _budgets(self, rank: int) -> Budgets:
         """Return what this rank's stores may keep in memory; all ranks measure at the same time.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ NUM_DEVICE_SLOTS = 4
 """One each for upload, update and download, and one that is between two of them."""
 MIN_HOST_SLOTS = 4
 """So that reads and writes are always under way while a bucket is on the device."""
+MIN_PART = Fraction(1, 32)
+"""Of the slots of a rank, for a small store beside a large one: by default buckets of 19 MB, or
+requests and kernels would be too small to pay."""
 IO_KINDS = ("auto", "direct", "buffered")
 ENGINES = ("threads", "sync")
 GB = 10**9
@@ -30,12 +34,12 @@ class StoreConfig:
     Attributes:
         directories: base directories below which each rank makes its private ones; buckets of the
             disk tier are striped over them.
-        bucket_numel: cap of a bucket in elements.
+        bucket_numel: cap of a bucket in elements; all stores of a rank together have this.
         moment_dtype: one of `formats.MOMENT_DTYPES`.
         main_storage: one of `formats.MAIN_STORAGES`.
         host_bytes: pinned memory of this rank for buckets that stay there; None: what is free.
         device_bytes: device memory likewise.
-        ahead_bytes: pinned memory for reads ahead of a step and writes behind it.
+        ahead_bytes: pinned memory for reads ahead of a step and writes behind it, likewise.
         io: one of `IO_KINDS`.
         chunk_bytes: largest transfer of one call.
         engine: one of `ENGINES`.
@@ -51,6 +55,18 @@ class StoreConfig:
     io: str = "auto"
     chunk_bytes: int = 8 << 20
     engine: str = "threads"
+
+    def part(self, part: Fraction) -> StoreConfig:
+        """Return the settings of a store that has this part of a rank's state.
+
+        What a user sets is what a rank takes, however many stores its optimizers have: a mixture of
+        experts has two, of the dense params and of the experts.
+        """
+        return replace(
+            self,
+            bucket_numel=max(int(self.bucket_numel * max(part, MIN_PART)), 1),
+            ahead_bytes=int(self.ahead_bytes * part),
+        )
 
 
 def default_directory() -> Path:

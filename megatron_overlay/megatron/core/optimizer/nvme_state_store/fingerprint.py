@@ -16,6 +16,8 @@ _LANE_BYTES = 8
 _ROW_BYTES = 2048 * _LANE_BYTES
 PIECE_BYTES = 16384 * _ROW_BYTES
 """Bytes that are summed at once, as a table of lanes."""
+_FEW_ROWS = 128
+"""Of the 16384 rows of a piece, so that as many groups of them are few, too."""
 COPY_BYTES = 2048 * _ROW_BYTES
 """Bytes of it that are copied at once, if it does not begin at a multiple of 8."""
 
@@ -59,7 +61,7 @@ def _mix(piece: torch.Tensor) -> Iterator[torch.Tensor]:
             table = (part if is_aligned else part.clone()).view(torch.int64)
             table = table.view(-1, _ROW_BYTES // _LANE_BYTES)
             by_row.append(table.sum(dim=1))
-            sums = table.sum(dim=0)
+            sums = _column_sums(table)
             by_column = sums if by_column is None else by_column + sums
         assert by_column is not None, "there are rows"
         yield torch.stack([_weighted(torch.cat(by_row)), _weighted(by_column)])
@@ -69,6 +71,17 @@ def _mix(piece: torch.Tensor) -> Iterator[torch.Tensor]:
     if piece.numel() > lanes:
         tail = piece[lanes:].to(torch.int64)
         yield torch.stack([tail.sum(), _weighted(tail)])
+
+
+def _column_sums(table: torch.Tensor) -> torch.Tensor:
+    """Return ``table.sum(dim=0)``, in two steps of less than 256 rows each.
+
+    A reduction of CUDA's over any but the last dimension gives columns of 256 rows or more to
+    several thread blocks, and each of these space for all its threads: 201 MB for a bucket of 100.
+    """
+    whole = table.size(0) // _FEW_ROWS * _FEW_ROWS
+    groups = table[:whole].view(-1, _FEW_ROWS, table.size(1)).sum(dim=1)
+    return torch.cat([groups, table[whole:]]).sum(dim=0)
 
 
 def _weighted(sums: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,8 @@
 
 For each directory: its filesystem and free space, whether a private directory can be made and
 locked there, whether real blocks can be reserved, whether direct I/O works, and how fast an I/O
-engine reads, writes, and does both at once. Like a start of the store it makes the directory if it
-is missing, and removes what dead runs of this user have left in it.
+engine reads, writes, and does both at once. Like a start of the store it removes what dead runs of
+this user have left in the directory; unlike it, it does not make one that is missing.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Report:
         filesystem: Its type.
         free_gb: Space for users without privileges, in 10^9 bytes.
         no_direct_io: Why direct I/O does not work, or was not tried; '' if it works.
-        read_gbps: Reading alone, in 10^9 bytes a second.
-        write_gbps: Overwriting alone, until it is on the device.
-        mixed_gbps: Reads and writes at the same time, added up.
+        read_gb_per_s: Reading alone, in 10^9 bytes a second.
+        write_gb_per_s: Overwriting alone, until it is on the device.
+        mixed_gb_per_s: Reads and writes at the same time, added up.
         warnings: What should make one think twice.
     """
 
@@ -55,9 +55,9 @@ class Report:
     filesystem: str = "unknown"
     free_gb: float = 0.0
     no_direct_io: str = ""
-    read_gbps: float = 0.0
-    write_gbps: float = 0.0
-    mixed_gbps: float = 0.0
+    read_gb_per_s: float = 0.0
+    write_gb_per_s: float = 0.0
+    mixed_gb_per_s: float = 0.0
     warnings: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -67,8 +67,8 @@ class Report:
         else:
             mode = "direct I/O" if not self.no_direct_io else "BUFFERED I/O"
             lines += [
-                f"{mode}: read {self.read_gbps:.2f} GB/s, write {self.write_gbps:.2f} GB/s, "
-                f"mixed {self.mixed_gbps:.2f} GB/s",
+                f"{mode}: read {self.read_gb_per_s:.2f} GB/s, "
+                f"write {self.write_gb_per_s:.2f} GB/s, mixed {self.mixed_gb_per_s:.2f} GB/s",
                 *(f"warning: {text}" for text in self.warnings),
             ]
         return "\n    ".join(lines)
@@ -178,13 +178,13 @@ def _measure(report: Report, file: StateFile, engine: IoEngine, request_bytes: i
     load = _Load(file, engine, request_bytes)
     # First once unmeasured: reserved blocks that were never written take a filesystem longer.
     load.seconds(whole, nothing)
-    report.write_gbps = file.nbytes / load.seconds(whole, nothing) / 1e9
-    report.read_gbps = file.nbytes / load.seconds(nothing, whole) / 1e9
+    report.write_gb_per_s = file.nbytes / load.seconds(whole, nothing) / 1e9
+    report.read_gb_per_s = file.nbytes / load.seconds(nothing, whole) / 1e9
     if file.is_direct and file.resident_bytes() > file.nbytes // 2:
         report.warnings.append(
             "the filesystem accepts direct I/O, but keeps the bytes in memory all the same"
         )
-    report.mixed_gbps = file.nbytes / load.seconds(second, first) / 1e9
+    report.mixed_gb_per_s = file.nbytes / load.seconds(second, first) / 1e9
 
 
 class _Load:

@@ -6,8 +6,8 @@ Peak memory is a formula of the layout and the placement (invariant 9):
     device        device tier, and until `Staging.release`
                   device slots * `slot_nbytes`, plus 4 * `slot_numels` of each segment that is not
                   stored as FP32: the one place where buckets are decoded
-                  + 3 * `slot_numels[MAIN]`        during a load, to compare with the model; if it
-                                                   has quantised params, 16 times, and one of these
+                  + 13 MB                          during a load, to compare with the model; if it
+                                                   has quantised params, 97 MB, and one of these
                                                    dequantised, that also in a refresh
                   + 138 MB at most                 for pieces of `encoding.PIECE_NUMEL` elements
                                                    with noise; fingerprints take less

@@ -10,6 +10,7 @@ import math
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -114,13 +115,27 @@ class OptimizerStateStore:
         self.layout: Layout
         self._peers: Sequence[Sequence[dist.ProcessGroup]]
         self._shapes = self._shapes_of_entries(optimizer, init_state_fn)
+        if self.keys.is_elementwise:
+            self._shards = ModelShards(self.entries, device)
+            self._peers = ((),) * len(optimizer.param_groups)
+        else:
+            self._shards = ModelShards(self.entries, device, self._shapes)
+            self._peers = peers or ()
+        self._lay_out(config)
+        self._optimizer = optimizer
+        self._group = group
+        self._device = device
+        self._state = State.EMPTY
+        self._failure = ""
+        self._working_set: WorkingSet | None = None
+
+    def _lay_out(self, config: StoreConfig) -> None:
+        self._config = config
         formats = [main_format(config.main_storage)]
         formats += [moment_format(key, config.moment_dtype) for key in self.keys.tensors]
         if self.keys.is_elementwise:
             numels = [entry.record.numel for entry in self.entries]
             self.layout = make_layout(numels, config.bucket_numel, self.keys.tensors, formats)
-            self._shards = ModelShards(self.entries, device)
-            self._peers = ((),) * len(optimizer.param_groups)
         else:
             self.layout = make_whole_layout(
                 [[math.prod(shape) for shape in each] for each in self._shapes],
@@ -129,16 +144,16 @@ class OptimizerStateStore:
                 self.keys.tensors,
                 formats,
             )
-            self._shards = ModelShards(self.entries, device, self._shapes)
-            self._peers = peers or ()
         self._casts = Casts(self.layout, self.entries)
-        self._config = config
-        self._optimizer = optimizer
-        self._group = group
-        self._device = device
-        self._state = State.EMPTY
-        self._failure = ""
-        self._working_set: WorkingSet | None = None
+
+    def use_part(self, part: Fraction) -> None:
+        """Take only a part of the slots and the read-ahead that are configured, before all else.
+
+        Args:
+            part: of a rank's; ranks that walk the same entries of whole params give the same.
+        """
+        self._require(State.EMPTY)
+        self._lay_out(self._config.part(part))
 
     def _shapes_of_entries(
         self, optimizer: torch.optim.Optimizer, init_state_fn: InitStateFn | None

@@ -7,19 +7,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .config import DEFAULT_BUCKET_NUMEL, GB, NUM_DEVICE_SLOTS, StoreConfig
-from .formats import MAIN_STORAGES, MOMENT_DTYPES
-from .plan_memory import (
-    DeviceBytes,
-    Machine,
-    Streamed,
-    most_host_slot_nbytes,
-    stock_device_bytes,
-    stream,
-)
-from .plan_model import Model
-from .plan_ranks import Parallel, Rank
-from .plan_time import Rates, StepTime, step_time, written_per_day
+from ..config import DEFAULT_BUCKET_NUMEL, GB, NUM_DEVICE_SLOTS, StoreConfig
+from ..formats import MAIN_STORAGES, MOMENT_DTYPES
+from .architecture import Architecture
+from .machine import DeviceBytes, Machine
+from .memory import Streamed, most_host_slot_nbytes, stock_device_bytes, stream
+from .model import Model
+from .ranks import Parallel, Rank
+from .rates import Rates
+from .splits import Stages, rank_of
+from .step_time import StepTime, step_time, written_per_day
 
 SHOWN_FORMATS = (
     *(("fp32", "fp32"), ("split", "fp32"), ("fp32", "bf16")),
@@ -27,7 +24,8 @@ SHOWN_FORMATS = (
 )
 """(main storage, moment dtype): those of the table in docs/running.md."""
 ALL_FORMATS = tuple(itertools.product(MAIN_STORAGES, MOMENT_DTYPES))
-_LOSS = {"fp32": 0, "bf16": 1, "fp16": 1, "fp8e4m3": 2, "fp8e5m2": 3}
+LOSS = {"fp32": 0, "bf16": 1, "fp16": 1, "fp8e4m3": 2, "fp8e5m2": 3}
+"""How much is lost of moments: only their order counts."""
 _GRAIN = GB // 10
 """Budgets are suggested in tenths of a GB."""
 
@@ -38,33 +36,41 @@ class Question:
 
     Attributes:
         model: its params.
+        architecture: its sizes, if more than the number of params is known.
+        stages: how layers go to the stages of a pipeline.
         parallel: how it is split.
-        optimizer: one of `plan_ranks.OPTIMIZERS`.
+        optimizer: one of `ranks.OPTIMIZERS`.
         grads: dtype of gradients.
         inner: whose Adam it is: ``te`` or ``torch``.
         rank: the one with the most state.
-        machine: a node.
+        machine: a node, with as many GPUs as are used there.
+        gpus_per_node: that it has.
         rates: of its paths.
         between: seconds of forward and backward, if they are known.
         endurance: bytes that the disks of a node may take in their life, if that is known.
         config: the settings that were given; defaults elsewhere.
         formats: (main storage, moment dtype) to be compared.
+        accepted_formats: all that go with the model params.
         are_tiers_given: the budgets in ``config`` are to be taken as they are.
         has_directory: one was given.
     """
 
     model: Model
+    architecture: Architecture | None
+    stages: Stages
     parallel: Parallel
     optimizer: str
     grads: str
     inner: str
     rank: Rank
     machine: Machine
+    gpus_per_node: int
     rates: Rates
     between: float | None
     endurance: float | None
     config: StoreConfig
     formats: tuple[tuple[str, str], ...]
+    accepted_formats: tuple[tuple[str, str], ...]
     are_tiers_given: bool
     has_directory: bool
 
@@ -72,6 +78,16 @@ class Question:
     def stock(self) -> DeviceBytes:
         """What a stock run has on a GPU."""
         return stock_device_bytes(self.rank, self.grads, self.inner, self.machine)
+
+    def split(self, parallel: Parallel) -> Question:
+        """Return the same question for another split.
+
+        Raises:
+            ValueError: Megatron would not split the model so.
+        """
+        rank = rank_of(self.model, self.architecture, self.stages, parallel, self.optimizer)
+        machine = replace(self.machine, gpus=min(self.gpus_per_node, parallel.world))
+        return replace(self, parallel=parallel, rank=rank, machine=machine)
 
 
 @dataclass(frozen=True)
@@ -98,6 +114,17 @@ class Row:
         return "+".join(name for name, nbytes in sizes if nbytes) or "none"
 
     @property
+    def name(self) -> str:
+        """Formats and tiers, for people."""
+        config = self.streamed.config
+        return f"main {config.main_storage}, moments {config.moment_dtype}, {self.tiers}"
+
+    @property
+    def loss(self) -> int:
+        """How much is lost of the moments; 0: nothing."""
+        return LOSS[self.streamed.config.moment_dtype]
+
+    @property
     def waits(self) -> float:
         """Seconds that training waits for it; infinite if that is not known."""
         known = self.time.step if self.time.exposed is None else self.time.exposed
@@ -116,7 +143,7 @@ def rows(question: Question) -> list[Row]:
         choices = [config] if question.are_tiers_given else _tier_choices(question, config)
         for choice in choices:
             row = _row(question, choice)
-            if all(row.streamed != each.streamed for each in found):
+            if all(not row.streamed.is_like(each.streamed) for each in found):
                 found.append(row)
     return found
 
@@ -143,9 +170,27 @@ def _tier_choices(question: Question, config: StoreConfig) -> list[StoreConfig]:
         choices.append(replace(nothing, host_bytes=_budget(mine, state)))
     if q.machine.gpu_bytes is not None and q.machine.reserve_bytes:
         free = q.machine.gpu_bytes - bare.device.total
-        device = _budget(free, state)
-        choices.append(replace(choices[-1], device_bytes=device))
+        device = replace(choices[-1], device_bytes=_budget(free, state))
+        choices.append(_trimmed(question, device))
     return choices
+
+
+def _trimmed(question: Question, config: StoreConfig) -> StoreConfig:
+    """Return settings that pin no more for the host tier than it holds, if nothing is on disk.
+
+    The device's budget is filled first: what it took, the host need not hold.
+    """
+    q = question
+    streamed = stream(q.rank, config, q.grads, q.inner, q.machine)
+    if streamed.disk_nbytes or not config.host_bytes:
+        return config
+    # Stores have their parts of a budget, and no bucket is cut: a bucket each may be needed more.
+    for more in (0, streamed.bucket_nbytes * len(streamed.stores)):
+        enough = -(-(streamed.host_tier_nbytes + more) // _GRAIN) * _GRAIN
+        tried = replace(config, host_bytes=min(config.host_bytes, enough))
+        if not stream(q.rank, tried, q.grads, q.inner, q.machine).disk_nbytes:
+            return tried
+    return config
 
 
 def _budget(free: int, state: int) -> int:
@@ -161,8 +206,7 @@ def best(choices: Sequence[Row]) -> Row | None:
 
 def _cost(row: Row) -> tuple[float, ...]:
     s = row.streamed
-    loss = _LOSS[s.config.moment_dtype]
-    return (loss, row.waits, s.disk_nbytes, s.host_nbytes, s.device.total)
+    return (row.loss, row.waits, s.disk_nbytes, s.host_nbytes, s.device.total)
 
 
 def faster(choices: Sequence[Row], than: Row) -> Row | None:

@@ -20,7 +20,7 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .plan_architecture import Architecture, LatentAttention
+from .architecture import Architecture, LatentAttention
 
 
 class Kind(enum.Enum):
@@ -63,6 +63,11 @@ class Model:
     layers: int = 0
     is_tied: bool = False
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether any param is an expert's."""
+        return bool(self.numel(Kind.EXPERT))
+
     def numel(self, *kinds: Kind) -> int:
         """Return the params of these kinds, or of all."""
         chosen = kinds or tuple(Kind)
@@ -73,9 +78,11 @@ def model_of_numbers(params: int, expert_params: int = 0) -> Model:
     """Return a model of which only the number of params is known.
 
     Raises:
-        ValueError: there are more experts' params than params.
+        ValueError: there are none, or more experts' params than params.
     """
-    if not 0 <= expert_params <= params:
+    if not params:
+        raise ValueError("--params 0: expected a positive number, such as 8e9, 8b or 744B")
+    if expert_params > params:
         raise ValueError(
             f"--expert-params {expert_params}: expected a part of --params {params}, which counts "
             "all of them"

@@ -16,74 +16,23 @@ Buckets, formats and tiers come from the modules that the store uses; the rest i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
-from .budgets import HOST_RESERVE, MIN_HOST_RESERVE_BYTES, Budgets, Memory, resolve_budgets
-from .config import MIN_HOST_SLOTS, NUM_DEVICE_SLOTS, StoreConfig
-from .formats import FP32, main_format, moment_format
-from .layout import MAIN, Layout, make_layout, make_whole_layout
-from .placement import Placement, Tier, place_buckets
-from .plan_ranks import Rank, Share
+from ..budgets import Budgets, Memory, resolve_budgets
+from ..config import MIN_HOST_SLOTS, NUM_DEVICE_SLOTS, StoreConfig
+from ..formats import FP32, main_format, moment_format
+from ..layout import MAIN, Layout, make_layout, make_whole_layout
+from ..placement import Placement, Tier, place_buckets
+from .machine import DeviceBytes, Machine
+from .ranks import Rank, Share
 
 PARAM_BYTES = 2
 GRAD_BYTES = {"fp32": 4, "bf16": 2}
 _FP32_BYTES = 4
 _NEWTON_SCHULZ_BYTES = 16
-
-
-@dataclass(frozen=True)
-class Machine:
-    """A node; what is not known is None.
-
-    Attributes:
-        gpus: of a node.
-        gpu_bytes: memory of each.
-        host_bytes: memory of the node.
-        disk_bytes: space in all directories of the node.
-        reserve_bytes: of each GPU for all but params, gradients and the optimizer: activations,
-            workspaces of libraries, CUDA itself.
-    """
-
-    gpus: int
-    gpu_bytes: int | None = None
-    host_bytes: int | None = None
-    disk_bytes: int | None = None
-    reserve_bytes: int = 0
-
-    @property
-    def usable_host_bytes(self) -> int | None:
-        """What the ranks of a node may pin together: what ``auto`` leaves free stays free."""
-        if self.host_bytes is None:
-            return None
-        reserve = max(int(HOST_RESERVE * self.host_bytes), MIN_HOST_RESERVE_BYTES)
-        return max(self.host_bytes - reserve, 0)
-
-
-@dataclass(frozen=True)
-class DeviceBytes:
-    """What lies on one GPU at the peak of a step, in bytes.
-
-    Attributes:
-        params: of the model.
-        grads: with FP32 copies of the shard's, if they are BF16.
-        state: main params and moments: all of them in a stock run, else the device tier.
-        slots: of the stream, with FP32 copies of what is stored otherwise.
-        temporary: of the inner optimizer.
-        reserve: see `Machine`.
-    """
-
-    params: int
-    grads: int
-    state: int
-    slots: int
-    temporary: int
-    reserve: int
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.params + self.grads + self.state + self.slots + self.temporary + self.reserve
 
 
 @dataclass(frozen=True)
@@ -145,6 +94,10 @@ class Streamed:
     stores: tuple[StorePlan, ...]
     device: DeviceBytes
     most_host_slot_nbytes: int
+
+    def is_like(self, other: Streamed) -> bool:
+        """Whether the same bytes are in the same places, whatever budgets led there."""
+        return (self.stores, self.device) == (other.stores, other.device)
 
     @property
     def state_nbytes(self) -> int:
@@ -226,21 +179,33 @@ def _device_bytes(
     )
 
 
+def store_layouts(rank: Rank, config: StoreConfig) -> list[tuple[StoreConfig, Layout]]:
+    """Return the settings and the layout of each store, which share the slots of a rank."""
+    alone = [layout_of(share, config).nbytes for share in rank.shares]
+    parts = [config.part(Fraction(nbytes, max(sum(alone), 1))) for nbytes in alone]
+    return [(part, layout_of(share, part)) for share, part in zip(rank.shares, parts, strict=True)]
+
+
 def layout_of(share: Share, config: StoreConfig) -> Layout:
     """Return the layout that a store makes of a share, whose entries are taken as one."""
-    formats = [main_format(config.main_storage)]
-    formats += [moment_format(key, config.moment_dtype) for key in share.state_keys]
+    return _layout_of(share, config.bucket_numel, config.main_storage, config.moment_dtype)
+
+
+@functools.lru_cache(maxsize=64)  # every choice of tiers has the same one
+def _layout_of(share: Share, numel: int, main_storage: str, moment_dtype: str) -> Layout:
+    formats = [main_format(main_storage)]
+    formats += [moment_format(key, moment_dtype) for key in share.state_keys]
     if share.matrices:
-        sizes = [[numel] * len(formats) for numel in share.matrices]
+        sizes = [[each] * len(formats) for each in share.matrices]
         groups = [0] * len(sizes)
-        return make_whole_layout(sizes, groups, config.bucket_numel, share.state_keys, formats)
-    return make_layout([share.numel], config.bucket_numel, share.state_keys, formats)
+        return make_whole_layout(sizes, groups, numel, share.state_keys, formats)
+    return make_layout([share.numel], numel, share.state_keys, formats)
 
 
-def num_host_slots(config: StoreConfig, layout: Layout, placement: Placement) -> int:
-    """Return what `working_set`, which needs torch, comes to."""
+def num_host_slots(config: StoreConfig, layout: Layout, on_disk: int) -> int:
+    """Return what `working_set`, which needs torch, comes to for so many buckets on disk."""
     wanted = config.ahead_bytes // max(layout.slot_nbytes, 1)
-    return min(len(placement.indices(Tier.DISK)), max(MIN_HOST_SLOTS, wanted))
+    return min(on_disk, max(MIN_HOST_SLOTS, wanted))
 
 
 def stream(rank: Rank, config: StoreConfig, grads: str, inner: str, machine: Machine) -> Streamed:
@@ -250,14 +215,14 @@ def stream(rank: Rank, config: StoreConfig, grads: str, inner: str, machine: Mac
         ValueError: a budget is ``auto`` and the memory it is a part of is not known, or the ranks
             of a node would pin more than it has.
     """
-    layouts = [layout_of(share, config) for share in rank.shares]
+    layouts = [layout for _, layout in store_layouts(rank, config)]
     budgets = _budgets(rank, layouts, config, grads, machine)
     whole = sum(layout.nbytes for layout in layouts)
     stores = []
-    for layout in layouts:
+    for part, layout in store_layouts(rank, config):
         mine = budgets.share(layout.nbytes, whole)
         placement = place_buckets(layout, mine.device, mine.host, len(config.directories))
-        slots = num_host_slots(config, layout, placement)
+        slots = num_host_slots(part, layout, len(placement.indices(Tier.DISK)))
         stores.append(StorePlan(layout, placement, slots))
     temporary = max((_FP32_BYTES * each.slot_numels[MAIN] for each in layouts), default=0)
     device = _device_bytes(
@@ -273,10 +238,9 @@ def stream(rank: Rank, config: StoreConfig, grads: str, inner: str, machine: Mac
 
 def most_host_slot_nbytes(rank: Rank, config: StoreConfig) -> int:
     """Return the pinned bytes that host slots take, however much is on disk."""
-    layouts = [layout_of(share, config) for share in rank.shares]
     return sum(
-        num_host_slots(config, layout, place_buckets(layout, 0, 0, 1)) * layout.slot_nbytes
-        for layout in layouts
+        num_host_slots(part, layout, len(layout.buckets)) * layout.slot_nbytes
+        for part, layout in store_layouts(rank, config)
     )
 
 

@@ -2,8 +2,9 @@
 
 The verbs of a step work at the same time on different buckets, so the slowest path decides:
 
-    disk      (bytes read + written by all ranks of a node) / mixed bandwidth; also not faster than
-              either alone
+    disk      2 x the fewer of bytes read and written by all ranks of a node / mixed bandwidth
+              + what is only written / bandwidth of writing alone, or mixed if that is not known;
+              also not faster than either alone
     PCIe      bytes of the host and disk tier, each way / bandwidth each way with both at once
               + `SECONDS_PER_PARAM` x params     fingerprints and what else is not a copy
               + largest bucket / bandwidth       its last download: nothing is left beside it
@@ -21,36 +22,15 @@ runs on an H200 (the same, anchors of 2026-11-29, and docs/benchmarks/2026-11-30
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from .plan_memory import Machine, Streamed
-from .plan_ranks import Rank
+from .machine import Machine
+from .memory import Streamed
+from .ranks import Rank
+from .rates import Rates
 
 SECONDS_PER_PARAM = 1.13e-11
-UPDATE_PARAMS_PER_S = {"torch": 39e9, "te": 72e9, "muon": 2.5e9}
 _SECONDS_PER_DAY = 86_400
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What paths carry, in bytes a second; None: not known.
-
-    Attributes:
-        disk: all directories of a node, reading and writing at the same time, added up.
-        disk_read: reading alone.
-        disk_write: writing alone.
-        pcie: each GPU, each way, both ways at once.
-        update: params that one GPU updates in a second.
-    """
-
-    disk: float | None
-    disk_read: float | None
-    disk_write: float | None
-    pcie: float | None
-    update: float
 
 
 @dataclass(frozen=True)
@@ -99,9 +79,13 @@ def step_time(
 
 
 def _disk_seconds(read: int, written: int, rates: Rates) -> float | None:
-    seconds = _over(read + written, rates.disk)
-    if seconds is None:
+    # Slots for the whole disk tier: nothing is read, and nothing slows the writes down.
+    both = 2 * min(read, written)
+    only_written = _over(read + written - both, rates.disk_write or rates.disk)
+    seconds = _over(both, rates.disk)
+    if seconds is None or only_written is None:
         return None
+    seconds += only_written
     alone = (_over(read, rates.disk_read), _over(written, rates.disk_write))
     return max(seconds, *(each for each in alone if each is not None), 0.0)
 
@@ -123,28 +107,3 @@ def written_per_day(
     if not period:
         return None
     return streamed.disk_nbytes * machine.gpus * _SECONDS_PER_DAY / period
-
-
-def read_probe(path: Path) -> tuple[float, float, float]:
-    """Return mixed, read and write bandwidth from what ``probe --json`` printed, in bytes a second.
-
-    Buckets are striped evenly, so each of n directories carries what the slowest can.
-
-    Raises:
-        ValueError: it cannot be read, or a directory cannot be used.
-    """
-    flag = f"--probe {path}"
-    try:
-        reports: Any = json.loads(path.read_text())
-        for report in reports:
-            if report["error"]:
-                raise ValueError(f"{report['directory']} cannot be used: {report['error']}")
-        names = ("mixed_gbps", "read_gbps", "write_gbps")
-        mixed, read, write = (
-            1e9 * len(reports) * min(float(report[name]) for report in reports) for name in names
-        )
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{flag}: expected what `probe DIR... --json` prints: {error}") from error
-    if min(mixed, read, write) <= 0:
-        raise ValueError(f"{flag}: expected bandwidths above zero")
-    return mixed, read, write

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from .config import GB
-from .plan_choices import Question, Row
+from ..config import GB
+from .choices import Question, Row
 
 
 def draw(question: Question, choices: Sequence[Row], path: Path) -> None:

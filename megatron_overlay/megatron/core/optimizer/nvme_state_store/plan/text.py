@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from .config import GB
-from .plan_choices import Question, Row, best, faster, flags
-from .plan_memory import DeviceBytes
-from .plan_model import Kind
+from ..config import GB
+from .advice import Advice, advise
+from .choices import Question, Row, best, faster, flags
+from .machine import DeviceBytes
+from .model import Kind
 
 _HEAD = (
     *("main", "moments", "tiers", "GPU", "host", "disk", "node host", "node disk"),
@@ -102,27 +103,29 @@ def _cells(q: Question, row: Row) -> tuple[str, ...]:
 def _suggestion(q: Question, choices: Sequence[Row]) -> list[str]:
     chosen = best(choices)
     if chosen is None:
-        return ["nothing fits: use more GPUs, host memory or disks, or formats of fewer bytes"]
+        return _advice(advise(q))
     lines = []
     gpu = q.machine.gpu_bytes
     if gpu is not None and q.stock.total <= gpu:
         lines.append("the stock run fits: stream only if its memory is wanted for something else")
-    lines.append(f"suggested: {_name(chosen)}")
+    lines.append(f"suggested: {chosen.name}")
     words = flags(q, chosen)
     lines += [f"    {word} \\" for word in words[:-1]] + [f"    {words[-1]}"]
     lines += _wear(q, chosen)
     other = faster(choices, chosen)
     if other is not None:
         lines.append(
-            f"faster: {_name(other)}, {_seconds(other.waits)} s instead of "
+            f"faster: {other.name}, {_seconds(other.waits)} s instead of "
             f"{_seconds(chosen.waits)} s, with rounded moments"
         )
     return lines
 
 
-def _name(row: Row) -> str:
-    config = row.streamed.config
-    return f"main {config.main_storage}, moments {config.moment_dtype}, {row.tiers}"
+def _advice(found: Sequence[Advice]) -> list[str]:
+    if not found:
+        return ["nothing fits, and no change of one thing that was tried would make it fit"]
+    lines = ["nothing fits. Each of these alone would make it fit:"]
+    return lines + [f"    {each.change}: {each.row.name}" for each in found]
 
 
 def _wear(q: Question, row: Row) -> list[str]:
@@ -173,6 +176,9 @@ def as_json(question: Question, choices: Sequence[Row], warnings: Sequence[str])
         },
         "choices": [_row(q, row) for row in choices],
         "suggested": None if chosen is None else {**_row(q, chosen), "flags": flags(q, chosen)},
+        "advice": []
+        if chosen is not None
+        else [{"change": each.change, **_row(each.question, each.row)} for each in advise(q)],
         "warnings": list(warnings),
     }
 

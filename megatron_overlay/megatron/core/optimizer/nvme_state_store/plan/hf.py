@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .plan_architecture import Architecture, LatentAttention
+from .architecture import Architecture, LatentAttention
 
 # Families whose MLPs have two matrices, and LayerNorm and biases everywhere.
 _PLAIN_MLP = {"gpt2", "gpt_neox", "gptj", "opt", "bloom", "phi", "falcon", "starcoder2"}
@@ -130,6 +130,7 @@ def hf_architecture(
         has_qkv_bias=bool(config.get("attention_bias", family in _BIAS_OF_QKV)),
         has_bias=is_plain,
         norm_vectors=2 if is_plain else 1,
+        is_head_dim_derived=not sizes.get("head_dim"),
     ), warnings
 
 

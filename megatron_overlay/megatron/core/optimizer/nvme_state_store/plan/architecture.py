@@ -53,6 +53,7 @@ class Architecture:
         has_qkv_bias: on the projections to queries, keys and values.
         has_bias: on every other matrix of attention and MLPs, too.
         norm_vectors: params of a norm: 1 for RMSNorm, 2 for LayerNorm.
+        is_head_dim_derived: a head's size was not told: it is the width over the heads.
     """
 
     hidden: int
@@ -75,3 +76,4 @@ class Architecture:
     has_qkv_bias: bool = False
     has_bias: bool = False
     norm_vectors: int = 1
+    is_head_dim_derived: bool = False

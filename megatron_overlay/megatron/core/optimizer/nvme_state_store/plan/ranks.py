@@ -7,9 +7,9 @@ With world size W = dp tp cp pp, as in Megatron:
     replicated            all                            dp cp
     experts               / (etp ep)                     W / (etp ep pp)
 
-Layers go to pipeline stages evenly, the first stages take what is left over; a tied output layer is
-on the last stage once more. SGD's state is whole on every rank, since Megatron refuses to shard it.
-Muon's ranks take whole matrices in turn, which is roughly what Megatron's do.
+Layers go to pipeline stages as `splits` tells; a tied output layer is on the last stage once more.
+SGD's state is whole on every rank, since Megatron refuses to shard it. Muon's ranks take whole
+matrices in turn, which is roughly what Megatron's do.
 """
 
 from __future__ import annotations
@@ -17,9 +17,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .plan_model import Kind, Model, Tensor
+from .model import Kind, Model, Tensor
 
 OPTIMIZERS = ("adam", "muon", "lion", "sgd")
+NOT_PLANNED = {
+    "soap": "its factors take 8 (m x m + n x n) bytes more for an m x n matrix, and neither the "
+    "memory of its decompositions nor its rate was measured; see Sizing in docs/running.md",
+    "adaptive_muon": "its second moment has another shape than the matrix, and with the "
+    "emerging-optimizers that Megatron 0.19.2 can be installed with it fails at the first step",
+    "dist_muon": "Megatron deprecates that name; --optimizer muon is what it becomes",
+}
+"""Optimizers of Megatron's that are not planned, and why."""
 _ADAM = ("exp_avg", "exp_avg_sq")
 _STATE_KEYS = {
     "adam": _ADAM,
@@ -27,6 +35,16 @@ _STATE_KEYS = {
     "lion": ("exp_avg",),
     "sgd": ("momentum_buffer",),
 }
+
+
+def refuse_optimizer(name: str) -> None:
+    """Raise ValueError if no plan can be made for an optimizer."""
+    if name in OPTIMIZERS:
+        return
+    expected = f"expected one of {', '.join(OPTIMIZERS)}"
+    if name in NOT_PLANNED:
+        raise ValueError(f"--optimizer {name}: not planned, {NOT_PLANNED[name]}; {expected}")
+    raise ValueError(f"--optimizer {name}: {expected}")
 
 
 @dataclass(frozen=True)
@@ -107,33 +125,44 @@ class Rank:
         return sum(share.numel for share in self.shares)
 
 
-def largest_rank(model: Model, parallel: Parallel, optimizer: str) -> Rank:
+def even_stages(layers: int, pp: int) -> tuple[int, ...]:
+    """Return the layers of each stage; the first ones take what is left over."""
+    each, more = divmod(layers, pp)
+    return tuple(each + (stage < more) for stage in range(pp))
+
+
+def largest_rank(
+    model: Model, parallel: Parallel, optimizer: str, stages: Sequence[int] | None = None
+) -> Rank:
     """Return what the rank with the most state has.
 
-    Raises:
-        ValueError: there are fewer layers than pipeline stages.
+    Args:
+        model: its params.
+        parallel: how it is split.
+        optimizer: one of `OPTIMIZERS`.
+        stages: layers of each pipeline stage; even ones are taken if it is left out.
     """
-    if model.layers and model.layers < parallel.pp:
-        raise ValueError(f"--pp {parallel.pp}: expected at most {model.layers}, a layer each")
-    stages = range(parallel.pp if model.layers else 1)
-    ranks = [_rank(_of_stage(model, parallel.pp, stage), parallel, optimizer) for stage in stages]
+    layers = stages or even_stages(model.layers, parallel.pp)
+    numbers = range(parallel.pp if model.layers else 1)
+    ranks = [_rank(_of_stage(model, layers, stage), parallel, optimizer) for stage in numbers]
     return max(ranks, key=lambda rank: (rank.main_params, rank.params))
 
 
-def _of_stage(model: Model, stages: int, stage: int) -> list[Tensor]:
+def _of_stage(model: Model, stages: Sequence[int], stage: int) -> list[Tensor]:
     """Return the tensors of a stage."""
     found = []
-    each, more = divmod(model.layers, stages)
-    first = stage * each + min(stage, more)
-    last = first + each + (stage < more)
+    first = sum(stages[:stage])
+    last = first + stages[stage]
     for tensor in model.tensors:
         if tensor.layer is None:
-            part = -(-tensor.numel // stages)
+            part = -(-tensor.numel // len(stages))
             found.append(Tensor(part, tensor.kind, None, tensor.count, tensor.is_matrix))
             continue
-        is_here = first <= min(max(tensor.layer, 0), model.layers - 1) < last
+        is_here = first <= tensor.layer < last
+        is_here |= tensor.layer < 0 and stage == 0
+        is_here |= tensor.layer >= model.layers and stage == len(stages) - 1
         is_embedding = tensor.layer == -1 and tensor.kind is Kind.DENSE
-        if is_here or (is_embedding and model.is_tied and stage == stages - 1):
+        if is_here or (is_embedding and model.is_tied and stage == len(stages) - 1):
             found.append(tensor)
     return found
 

@@ -1,42 +1,27 @@
-"""The architecture in Megatron's arguments, read leniently and without Megatron."""
+"""The architecture in Megatron's arguments, read without Megatron."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .plan_architecture import Architecture, LatentAttention
+from .architecture import Architecture, LatentAttention
+from .megatron_words import WholeNumbers, in_effect
 
-FLAGS_WITHOUT_VALUE = frozenset(
-    {
-        *("swiglu", "untie-embeddings-and-output-weights", "group-query-attention"),
-        *("multi-latent-attention", "qk-layernorm", "disable-bias-linear", "add-qkv-bias"),
-        *("moe-shared-expert-gate", "bf16", "accumulate-allreduce-grads-in-fp32"),
-        *("grad-reduce-in-bf16", "use-distributed-optimizer", "stream-optimizer-state-to-disk"),
-    }
+_NOT_COUNTED = (
+    *("mtp-num-layers", "hybrid-layer-pattern", "hybrid-override-pattern", "is-hybrid-model"),
+    *("mtp-hybrid-override-pattern", "heterogeneous-layers-config-path", "moe-latent-size"),
+    *("heterogeneous-layers-config-encoded-json", "experimental-attention-variant", "yaml-cfg"),
+    *(
+        "attention-output-gate",
+        "linear-attention-freq",
+        "use-checkpoint-args",
+        "vision-pretraining",
+    ),
+    "no-position-embedding",
 )
-"""Flags of Megatron's that stand alone; any other takes what follows up to the next flag."""
-
-
-def megatron_flags(words: Sequence[str]) -> dict[str, str]:
-    """Return Megatron's arguments by name, leniently: what is unknown is there, too.
-
-    Raises:
-        ValueError: the first word is no flag.
-    """
-    found: dict[str, str] = {}
-    name = ""
-    for word in words:
-        if word.startswith("--"):
-            name, is_joined, value = word[2:].partition("=")
-            name = name.replace("_", "-")
-            found[name] = value if is_joined else ""
-        elif not name:
-            raise ValueError(f"-- {word}: expected Megatron's arguments, such as --num-layers 32")
-        elif name not in FLAGS_WITHOUT_VALUE:
-            found[name] = f"{found[name]} {word}".strip()
-    return found
+"""Arguments that change the params in a way that is not counted here."""
 
 
 def megatron_architecture(flags: Mapping[str, str]) -> tuple[Architecture, list[str]]:
@@ -48,9 +33,9 @@ def megatron_architecture(flags: Mapping[str, str]) -> tuple[Architecture, list[
     Raises:
         ValueError: a size that is needed is missing or is none.
     """
-    sizes = _Flags(flags)
-    hidden, layers = sizes.need("num-layers", "hidden-size")[::-1]
-    (heads,) = sizes.need("num-attention-heads")
+    sizes = WholeNumbers(flags)
+    layers, hidden = sizes.need("num-layers"), sizes.need("hidden-size")
+    heads = sizes.need("num-attention-heads")
     is_gated = "swiglu" in flags
     ffn = sizes.get("ffn-hidden-size") or (hidden * 8 // 3 // 64 * 64 if is_gated else 4 * hidden)
     has_groups = "group-query-attention" in flags
@@ -60,9 +45,11 @@ def megatron_architecture(flags: Mapping[str, str]) -> tuple[Architecture, list[
     vocab = sizes.get("padded-vocab-size") or sizes.get("vocab-size")
     if not vocab:
         warnings.append("-- --vocab-size is missing: the embedding is not counted")
-    for name in ("mtp-num-layers", "hybrid-layer-pattern", "hybrid-override-pattern"):
-        if flags.get(name, "0") != "0":
-            warnings.append(f"-- --{name} {flags[name]}: not understood, the count may be wrong")
+    warnings += [
+        f"-- {text}: not understood, the count may be wrong"
+        for text in in_effect(flags, _NOT_COUNTED)
+    ]
+    warnings += [f"-- {text}" for text in _without_effect(flags)]
     latent = None
     if "multi-latent-attention" in flags:
         latent = LatentAttention(
@@ -72,7 +59,9 @@ def megatron_architecture(flags: Mapping[str, str]) -> tuple[Architecture, list[
             sizes.get("qk-pos-emb-head-dim", 64),
             sizes.get("v-head-dim", 128),
         )
-    is_learned = flags.get("position-embedding-type", "learned_absolute") == "learned_absolute"
+    positions = flags.get("position-embedding-type", "learned_absolute")
+    if "use-rotary-position-embeddings" in flags:
+        positions = "rope"
     has_bias = "disable-bias-linear" not in flags
     return Architecture(
         hidden=hidden,
@@ -82,7 +71,7 @@ def megatron_architecture(flags: Mapping[str, str]) -> tuple[Architecture, list[
         head_dim=sizes.get("kv-channels") or hidden // heads,
         ffn=ffn,
         vocab=vocab,
-        positions=sizes.get("max-position-embeddings") if is_learned else 0,
+        positions=sizes.get("max-position-embeddings") if positions == "learned_absolute" else 0,
         is_gated=is_gated,
         is_tied="untie-embeddings-and-output-weights" not in flags,
         experts=experts,
@@ -95,29 +84,20 @@ def megatron_architecture(flags: Mapping[str, str]) -> tuple[Architecture, list[
         has_qkv_bias=has_bias or "add-qkv-bias" in flags,
         has_bias=has_bias,
         norm_vectors=1 if flags.get("normalization", "LayerNorm") == "RMSNorm" else 2,
+        is_head_dim_derived=not sizes.get("kv-channels"),
     ), warnings
 
 
-class _Flags:
-    """Whole numbers among Megatron's arguments."""
-
-    def __init__(self, flags: Mapping[str, str]) -> None:
-        self._flags = flags
-
-    def get(self, name: str, default: int = 0) -> int:
-        text = self._flags.get(name)
-        if text is None or text == "None":
-            return default
-        if not text.isdecimal():
-            raise ValueError(f"-- --{name} {text}: expected a whole number")
-        return int(text)
-
-    def need(self, *names: str) -> list[int]:
-        values = [self.get(name) for name in names]
-        for name, value in zip(names, values, strict=True):
-            if not value:
-                raise ValueError(f"-- --{name}: expected it among Megatron's arguments, positive")
-        return values
+def _without_effect(flags: Mapping[str, str]) -> Iterator[str]:
+    """Yield what Megatron ignores, which is rarely meant."""
+    is_latent = "multi-latent-attention" in flags
+    for name, needed in (
+        ("num-query-groups", "" if is_latent else "group-query-attention"),
+        ("moe-shared-expert-intermediate-size", "num-experts"),
+        ("kv-lora-rank", "multi-latent-attention"),
+    ):
+        if needed and name in flags and needed not in flags:
+            yield f"--{name} {flags[name]}: without --{needed} it changes nothing"
 
 
 def _megatron_moe_layers(text: str, layers: int) -> tuple[bool, ...]:
