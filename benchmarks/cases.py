@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.verdicts import (
     Judge,
+    at_least_of_balanced_limit,
     at_least_of_limit,
     at_most_of_case,
     at_most_seconds,
@@ -87,7 +88,7 @@ CASES = (
     Case(
         "tmpfs",
         {"limits": "disk,copies", "limit-gb": 4, **_THREE},
-        at_least_of_limit(0.90),
+        at_least_of_balanced_limit(0.90),
         is_on_tmpfs=True,
         has_timeline=True,
     ),

@@ -210,6 +210,17 @@ def at_least_of_limit(bar: float) -> Judge:
     return lambda found, ranks, results: Judgement(found.fraction, bar, True, "of the limit")
 
 
+def at_least_of_balanced_limit(bar: float) -> Judge:
+    """Judge the fraction of what can be done with as many bytes read as written, as a step does.
+
+    Where reads and writes are of very different speed, half of the threads for each move next to
+    nothing but reads: a tmpfs reads 45 GB/s and writes 4.
+    """
+    return lambda found, ranks, results: Judgement(
+        found.balanced_fraction, bar, True, "of the balanced limit"
+    )
+
+
 def at_most_seconds(bar: float) -> Judge:
     """Judge the time of a step."""
     return lambda found, ranks, results: Judgement(found.step_s, bar, False, "s")

@@ -21,6 +21,7 @@ from benchmarks.transfers import Transfer, bytes_within, common_window, gigabyte
 from benchmarks.verdicts import (
     Judge,
     Verdict,
+    at_least_of_balanced_limit,
     at_least_of_limit,
     at_most_of_case,
     at_most_seconds,
@@ -262,6 +263,7 @@ def test_with_forward_and_backward_between_there_is_no_fraction() -> None:
 def test_bars() -> None:
     assert judged(at_least_of_limit(0.9)) == (pytest.approx(0.8), False)
     assert judged(at_least_of_limit(0.8), result(back_to_back_s=9.9))[1] is True
+    assert judged(at_least_of_balanced_limit(0.9)) == (pytest.approx(1.0), True)
     assert judged(at_most_seconds(10.0)) == (10.0, True)
     assert judged(at_most_of_case("other", 0.6)) == (None, None)
     assert judged(at_most_of_case("other", 0.6), other=[result(back_to_back_s=20.0)]) == (0.5, True)
@@ -406,8 +408,6 @@ def test_bars_of_a_verb_have_begin_length_and_the_colour_of_the_bucket() -> None
 
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-
     figures.draw(TIMELINE, tmp_path / "step.png", "disk")
 
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
