@@ -420,17 +420,17 @@ def interrupt_a_step(directory: str, base: str) -> list[str]:
     def act(model: Sequence[Any], optimizer: Any) -> None:
         store = optimizer._nvme_state_store
         optimizer.save_stores(Path(base))
-        publish = store._shards.publish
+        publish = store._work.shards.publish
 
         def interrupt(*args: Any) -> None:
             raise KeyboardInterrupt
 
-        store._shards.publish = interrupt
+        store._work.shards.publish = interrupt
         fill_grads(model)
         with contextlib.suppress(KeyboardInterrupt):
             optimizer.step()
         states.append(store.state.value)
-        store._shards.publish = publish
+        store._work.shards.publish = publish
         optimizer.load_stores(Path(base))
         states.append(store.state.value)
         raise Stopped

@@ -57,13 +57,13 @@ SEGMENTS = {"dp1": 3, "lion": 2, "sgd-momentum": 2, "sgd": 1}
 
 def measure(directory: str, base: str, with_update: bool, scenario: str) -> dict[str, int]:
     """Measure everything that a store does; without its update, whose temporaries are others'."""
-    from megatron.core.optimizer.nvme_state_store import store as store_module
+    from megatron.core.optimizer.nvme_state_store import bucket_work
 
     from tests.emulated_cuda import pinned_memory_allocated
 
     make_inner_optimizer_of(by_name(scenario).config)
     if not with_update:
-        vars(store_module)["update_slices"] = lambda *args: None
+        vars(bucket_work)["update_slices"] = lambda *args: None
     found = measure_optimizer_construction()
 
     def look(model: Sequence[Any], optimizer: Any) -> None:
@@ -197,9 +197,9 @@ def test_pinned_bytes_are_those_of_the_host_slots(scenario: str, bytes_of: Bytes
 
 def measure_whole_params(directory: str, base: str, arguments: list[str]) -> dict[str, int]:
     """Measure construction, refresh and load of stores of whole params, without any update."""
-    from megatron.core.optimizer.nvme_state_store import store as store_module
+    from megatron.core.optimizer.nvme_state_store import bucket_work
 
-    vars(store_module)["update_slices"] = lambda *args: None
+    vars(bucket_work)["update_slices"] = lambda *args: None
     found = measure_optimizer_construction()
 
     def look(model: Sequence[Any], optimizer: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import pytest
 from megatron.core.optimizer.nvme_state_store import errors
 from megatron.core.optimizer.nvme_state_store.errors import StateStoreError
-from megatron.core.optimizer.nvme_state_store.io_engine import (
+from megatron.core.optimizer.nvme_state_store.io_request import (
     IoCounters,
     Operation,
     Request,

@@ -33,6 +33,7 @@ RANKS = [
     {"checkpoint"},
     {"model_shards", "resident"},
     {"casting"},
+    {"bucket_work"},
     {"store"},
     {"plan", "probe"},
     {"commands"},

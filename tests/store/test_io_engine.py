@@ -16,13 +16,8 @@ from typing import Any
 
 import pytest
 from megatron.core.optimizer.nvme_state_store.errors import StateFileError, StateStoreError
-from megatron.core.optimizer.nvme_state_store.io_engine import (
-    IoCounters,
-    IoEngine,
-    SyncEngine,
-    ThreadEngine,
-    Ticket,
-)
+from megatron.core.optimizer.nvme_state_store.io_engine import SyncEngine, ThreadEngine
+from megatron.core.optimizer.nvme_state_store.io_request import IoCounters, IoEngine, Ticket
 from megatron.core.optimizer.nvme_state_store.state_file import StateFile
 
 from tests.store.failing_file import (

@@ -23,6 +23,7 @@ Modules by rank; each imports only from the ranks above it, and only the adapter
     checkpoint                  durable snapshot and restore
     model_shards, resident      a bucket and the model's shards; params that do not stream
     casting                     a resident bucket in the formats of its layout
+    bucket_work                 what is done to a bucket while it is resident
     store                       lifetime and state; the only class callers hold
     plan, probe                 tools around the store, without it; plan is a package, whose
                                 docstring ranks its modules

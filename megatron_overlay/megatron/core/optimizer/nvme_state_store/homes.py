@@ -14,7 +14,8 @@ import torch
 from .config import StoreConfig
 from .direct_io import IoMode, choose_io
 from .errors import StateFileError, StateStoreError
-from .io_engine import IoCounters, IoEngine, SyncEngine, ThreadEngine
+from .io_engine import SyncEngine, ThreadEngine
+from .io_request import IoCounters, IoEngine
 from .layout import ALIGN_BYTES, Bucket, Layout
 from .pinned import PinnedBytes
 from .placement import Place, Placement, Tier

@@ -27,14 +27,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 from .errors import StateStoreError
-from .io_request import IoCounters as IoCounters
-from .io_request import IoEngine as IoEngine
-from .io_request import Operation as Operation
-from .io_request import Request as Request
-from .io_request import Span as Span
-from .io_request import Ticket as Ticket
-from .io_request import Waitable as Waitable
-from .io_request import assert_compatible as assert_compatible
+from .io_request import IoCounters, Operation, Request, Span, Ticket, Waitable, assert_compatible
 from .state_file import StateFile
 
 logger = logging.getLogger(__name__)

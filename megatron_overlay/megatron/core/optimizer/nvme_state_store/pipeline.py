@@ -42,7 +42,7 @@ from torch.cuda import nvtx
 
 from .errors import StateStoreError
 from .homes import Homes
-from .io_engine import Ticket
+from .io_request import Ticket
 from .layout import MAIN, Bucket
 from .placement import Tier
 from .report import StepReport

@@ -23,7 +23,8 @@ from pathlib import Path
 from .direct_io import probe_direct_io
 from .errors import StateStoreError
 from .filesystems import filesystem_type, free_bytes, warning_about
-from .io_engine import DEFAULT_CHUNK_BYTES, DEFAULT_NUM_READERS, IoEngine, ThreadEngine, Ticket
+from .io_engine import DEFAULT_CHUNK_BYTES, DEFAULT_NUM_READERS, ThreadEngine
+from .io_request import IoEngine, Ticket
 from .memory import page_aligned
 from .rank_directory import RankDirectory
 from .state_file import StateFile

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
 import logging
-import math
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -17,18 +15,17 @@ import torch
 import torch.distributed as dist
 
 from . import checkpoint
-from .agreement import agree, agreed_error, gather
-from .bucket_optimizer import update_params, update_slices
+from .agreement import agree, gather
+from .bucket_optimizer import update_params
+from .bucket_work import BucketWork
 from .budgets import Budgets
-from .casting import Casts
 from .config import GB, StoreConfig
 from .errors import StateFileError, StateStoreError
-from .formats import main_format, moment_format
-from .io_engine import IoCounters
-from .layout import MAIN, Bucket, Layout, make_layout, make_whole_layout
-from .model_shards import CopyFn, Entry, ModelShards
-from .optimizer_state import InitStateFn, discover_state, state_shapes
-from .pipeline import Stages, run_step
+from .io_request import IoCounters
+from .layout import MAIN, Bucket, Layout
+from .model_shards import CopyFn, Entry
+from .optimizer_state import InitStateFn, StateKeys
+from .pipeline import run_step
 from .placement import Placement
 from .progress import Progress
 from .report import StepReport
@@ -70,8 +67,6 @@ class OptimizerStateStore:
     Attributes:
         steps: optimizer steps made, also in runs before.
         generation: the save that was saved or loaded last.
-        keys: what state the optimizer's class keeps.
-        layout: its buckets.
         last_step: what the last step did.
 
     Args:
@@ -110,41 +105,14 @@ class OptimizerStateStore:
         self.entries = tuple(entries)
         self.resident = tuple(resident)
         self.last_step = StepReport()
-        is_whole = peers is not None
-        self.keys = discover_state(optimizer, device, init_state_fn, is_whole=is_whole)
-        self.layout: Layout
-        self._peers: Sequence[Sequence[dist.ProcessGroup]]
-        self._shapes = self._shapes_of_entries(optimizer, init_state_fn)
-        if self.keys.is_elementwise:
-            self._shards = ModelShards(self.entries, device)
-            self._peers = ((),) * len(optimizer.param_groups)
-        else:
-            self._shards = ModelShards(self.entries, device, self._shapes)
-            self._peers = peers or ()
-        self._lay_out(config)
+        self._work = BucketWork(config, optimizer, entries, device, init_state_fn, peers)
+        self._config = config
         self._optimizer = optimizer
         self._group = group
         self._device = device
         self._state = State.EMPTY
         self._failure = ""
         self._working_set: WorkingSet | None = None
-
-    def _lay_out(self, config: StoreConfig) -> None:
-        self._config = config
-        formats = [main_format(config.main_storage)]
-        formats += [moment_format(key, config.moment_dtype) for key in self.keys.tensors]
-        if self.keys.is_elementwise:
-            numels = [entry.record.numel for entry in self.entries]
-            self.layout = make_layout(numels, config.bucket_numel, self.keys.tensors, formats)
-        else:
-            self.layout = make_whole_layout(
-                [[math.prod(shape) for shape in each] for each in self._shapes],
-                [entry.group for entry in self.entries],
-                config.bucket_numel,
-                self.keys.tensors,
-                formats,
-            )
-        self._casts = Casts(self.layout, self.entries)
 
     def use_part(self, part: Fraction) -> None:
         """Take only a part of the slots and the read-ahead that are configured, before all else.
@@ -153,18 +121,18 @@ class OptimizerStateStore:
             part: of a rank's; ranks that walk the same entries of whole params give the same.
         """
         self._require(State.EMPTY)
-        self._lay_out(self._config.part(part))
+        self._config = self._config.part(part)
+        self._work.lay_out(self._config)
 
-    def _shapes_of_entries(
-        self, optimizer: torch.optim.Optimizer, init_state_fn: InitStateFn | None
-    ) -> list[list[tuple[int, ...]]]:
-        """Return, for each entry, the shapes of its main params and of its state."""
+    @property
+    def keys(self) -> StateKeys:
+        """What state the optimizer's class keeps."""
+        return self._work.keys
 
-        @functools.cache
-        def shapes(shape: tuple[int, ...], group: int) -> list[tuple[int, ...]]:
-            return [shape, *state_shapes(optimizer, self.keys, init_state_fn, shape, group)]
-
-        return [shapes(tuple(entry.main.shape), entry.group) for entry in self.entries]
+    @property
+    def layout(self) -> Layout:
+        """Its buckets."""
+        return self._work.layout
 
     @property
     def counters(self) -> IoCounters:
@@ -212,7 +180,7 @@ class OptimizerStateStore:
             name = self.name.replace("/", "-")
             self._working_set = WorkingSet(self._config, self.layout, budgets, name, self._device)
             written = self._write_mains(None)
-        self._shards.release_initial_values()
+        self._work.shards.release_initial_values()
         self._state = State.READY
         self.working_set.log()
         logger.info(
@@ -296,12 +264,11 @@ class OptimizerStateStore:
                 self._state = State.STEPPING
                 pipeline = self.working_set.pipeline
                 pipeline.begin_step()
-                self._shards.check(self.layout.buckets)
+                self._work.shards.check(self.layout.buckets)
                 self._update_residents()
             except Exception as error:
-                raise self._hold_meetings(error) from error
-            stages = Stages(self._meet, self._update, self._publish)
-            report = run_step(pipeline, self.layout.buckets, stages)
+                raise self._work.hold_meetings(error) from error
+            report = run_step(pipeline, self.layout.buckets, self._work.stages(self.steps))
             self._set_steps(self.steps + 1)
         self._state = State.READY
         report.seconds = time.monotonic() - start
@@ -333,7 +300,7 @@ class OptimizerStateStore:
 
         Until then the next step would find that somebody changed them.
         """
-        self._shards.remember_quantised(self.layout.buckets)
+        self._work.shards.remember_quantised(self.layout.buckets)
 
     def save_to(self, base_dir: str | Path) -> None:
         """Write a snapshot into a directory of this store below ``base_dir``.
@@ -361,7 +328,7 @@ class OptimizerStateStore:
             with self._collective("save", is_fatal=False):
                 self._require(State.READY)
                 self._bring_home()
-                self._shards.check_published(self.layout.buckets)
+                self._work.shards.check_published(self.layout.buckets)
                 prepared = checkpoint.prepare_snapshot(
                     directory,
                     self.layout,
@@ -370,8 +337,8 @@ class OptimizerStateStore:
                     self.steps,
                     resident_state(self._optimizer, self.resident),
                     generation,
-                    self._shards.strides,
-                    self._shards.fingerprints(self.layout.buckets) if self._casts.is_split else (),
+                    self._work.shards.strides,
+                    self._work.fingerprints_to_save(),
                 )
         except StateStoreError:
             if prepared is not None:
@@ -436,9 +403,12 @@ class OptimizerStateStore:
             self.working_set.homes.settle()
             set_resident_state(self._optimizer, self.keys, self.resident, resident)
             self._set_steps(manifest.step)
-            self._shards.strides = manifest.strides
+            self._work.shards.strides = manifest.strides
             self.generation = manifest.generation
-            self._compare_with_model(manifest)
+            self._work.require_saved(manifest.fingerprints)
+            pipeline = self.working_set.pipeline
+            for bucket in self.layout.buckets:
+                pipeline.look_at(bucket, self._work.compare, bucket.starts[MAIN + 1])
         saves = gather((self.steps, self.generation), self._group)
         if len(set(saves.values())) > 1:
             self.fail(f"{base_dir}: the ranks' snapshots are of different saves: {saves}")
@@ -456,33 +426,9 @@ class OptimizerStateStore:
     def read_entry(self, index: int) -> dict[str, torch.Tensor]:
         """Return an entry's main params and state, FP32 on the host: for tests and tools."""
         self._require(State.READY)
-        found: dict[str, list[torch.Tensor]] = {name: [] for name in self.layout.segments}
-        pipeline = self.working_set.pipeline
         self._bring_home()
-        pipeline.forget()
-
-        def look(bucket: Bucket, resident: ResidentBucket) -> None:
-            self._casts.decode(bucket, resident)
-            for piece in bucket.slices:
-                if piece.entry == index:
-                    for position, part in enumerate(piece.parts):
-                        segment = resident.segment(bucket, position)
-                        values = segment[part.offset : part.offset + part.numel].cpu()
-                        found[self.layout.segments[position]].append(values.clone())
-
-        for bucket in self.layout.buckets:
-            if any(piece.entry == index for piece in bucket.slices):
-                pipeline.look_at(bucket, look, bucket.nbytes)
-        result = {
-            name: torch.cat(pieces).view(shape) if pieces else torch.zeros(shape)
-            for (name, pieces), shape in zip(found.items(), self._shapes[index], strict=True)
-        }
-        for entry, key, strides in self._shards.strides:
-            if entry == index:
-                result[key] = result[key].as_strided(result[key].shape, strides)
-        return result
-
-    # ------------------------------------------------------------------------- stages of a bucket
+        self.working_set.pipeline.forget()
+        return self._work.read_entry(index, self.working_set.pipeline.look_at)
 
     def _update_residents(self) -> None:
         if self.resident:
@@ -492,27 +438,6 @@ class OptimizerStateStore:
                 [resident.group for resident in self.resident],
             )
 
-    def _meet(self, bucket: Bucket, error: Exception | None) -> Exception | None:
-        for group in self._peers[self.entries[bucket.slices[0].entry].group]:
-            error = agreed_error(error, group, self._device)
-        return error
-
-    def _hold_meetings(self, error: Exception) -> Exception:
-        """Go to all meetings of a step that this rank cannot make: its peers wait there."""
-        for bucket in self.layout.buckets:
-            error = self._meet(bucket, error) or error
-        return error
-
-    def _update(self, bucket: Bucket, resident: ResidentBucket) -> None:
-        self._casts.decode(bucket, resident)
-        slices = self._shards.slices(bucket, resident)
-        update_slices(self._optimizer, self.keys, slices, self.steps)
-        self._shards.keep_strides(bucket, slices)
-
-    def _publish(self, bucket: Bucket, resident: ResidentBucket) -> None:
-        self._shards.publish(bucket, resident)
-        self._casts.encode(bucket, resident, self.steps)
-
     def _write_mains(self, copy_fn: CopyFn | None) -> int:
         """Fill the main params of every bucket and take them home; returns their bytes there."""
         pipeline = self.working_set.pipeline
@@ -520,10 +445,7 @@ class OptimizerStateStore:
         rounds: list[torch.Tensor] = []
 
         def fill(bucket: Bucket, resident: ResidentBucket) -> None:
-            self._shards.fill(bucket, resident, copy_fn)
-            if self._casts.is_split and copy_fn is not None:
-                rounds.append(self._shards.rounds(bucket, resident))
-            self._casts.encode_main(bucket, resident)
+            rounds.extend(self._work.fill(bucket, resident, copy_fn))
 
         total = sum(bucket.starts[MAIN + 1] for bucket in self.layout.buckets)
         progress = Progress(logger, "NVMe optimizer main params, writing", total)
@@ -538,20 +460,6 @@ class OptimizerStateStore:
                 "and main params of one checkpoint, or use fp32"
             )
         return total
-
-    def _compare_with_model(self, manifest: checkpoint.Manifest) -> None:
-        """Check that the restored main params round to the model params, and remember them."""
-        if self._casts.is_split:
-            if len(manifest.fingerprints) != len(self.layout.buckets):
-                raise StateStoreError("the snapshot lacks the fingerprints that split needs")
-            self._shards.require(self.layout.buckets, manifest.fingerprints)
-
-        def look(bucket: Bucket, resident: ResidentBucket) -> None:
-            self._casts.decode_main(bucket, resident)
-            self._shards.compare(bucket, resident)
-
-        for bucket in self.layout.buckets:
-            self.working_set.pipeline.look_at(bucket, look, bucket.starts[MAIN + 1])
 
     def _set_steps(self, steps: int) -> None:
         """Set the one step counter; groups show it, also those of which this rank has no part."""
