@@ -6,38 +6,19 @@ import json
 import os
 import subprocess
 import sys
-import tomllib
-from argparse import SUPPRESS, ArgumentParser, _HelpAction
 from pathlib import Path
 from typing import Any
 
 import pytest
 from megatron.core.optimizer.nvme_state_store import errors
 from megatron.core.optimizer.nvme_state_store.plan.megatron_names import (
-    MEGATRON,
     NAMES,
-    WITH_ONE_VALUE,
-    WITH_VALUES,
-    WITHOUT_VALUE,
 )
 from megatron.core.optimizer.nvme_state_store.plan.megatron_words import CHOICES
 from megatron.core.optimizer.nvme_state_store.plan.ranks import NOT_PLANNED, OPTIMIZERS
 
 from buildtools.paths import ROOT
-
-
-def parser_arguments() -> dict[str, Any]:
-    """Return how many values each of Megatron's arguments takes, and which are accepted."""
-    from megatron.training.arguments import add_megatron_arguments
-
-    parser = ArgumentParser(allow_abbrev=False, argument_default=SUPPRESS)
-    add_megatron_arguments(parser)
-    return {
-        name[2:]: {"nargs": action.nargs, "choices": [*map(str, action.choices or ())]}
-        for action in parser._actions
-        for name in action.option_strings
-        if name.startswith("--") and not isinstance(action, _HelpAction)
-    }
+from tests.store.megatron_names import PATH, render
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +27,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     written = tmp_path_factory.mktemp("parser") / "arguments.json"
     script = (
         "import json, pathlib, sys; "
-        "from tests.store.test_plan_megatron_names import parser_arguments; "
+        "from tests.store.megatron_names import parser_arguments; "
         "pathlib.Path(sys.argv[1]).write_text(json.dumps(parser_arguments()))"
     )
     site = str(Path(errors.__file__).parents[4])
@@ -62,20 +43,9 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def test_they_are_the_parsers(real: dict[str, Any]) -> None:
-    """Else correct `megatron_names` by what this shows, after a move to another Megatron."""
-    shapes = {0: WITHOUT_VALUE, None: WITH_ONE_VALUE}
-    for nargs, names in shapes.items():
-        parsers = {name for name, each in real.items() if each["nargs"] == nargs}
-        assert sorted(parsers ^ names) == []
-    rest = {name for name, each in real.items() if each["nargs"] not in shapes}
-    assert sorted(rest ^ WITH_VALUES) == []
+def test_they_are_those_of_the_parser_of_the_megatron_that_is_patched(real: dict[str, Any]) -> None:
+    assert PATH.read_text() == render(real), "python -m tests.store.megatron_names"
     assert set(real) == NAMES
-
-
-def test_it_is_the_megatron_that_is_patched() -> None:
-    with (ROOT / "upstream.toml").open("rb") as file:
-        assert tomllib.load(file)["upstream"]["version"] == MEGATRON
 
 
 def test_accepted_words_are_the_parsers(real: dict[str, Any]) -> None:

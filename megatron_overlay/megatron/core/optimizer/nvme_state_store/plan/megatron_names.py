@@ -1,7 +1,6 @@
 """The names of Megatron's arguments, and how many values each takes.
 
-A plan is made without Megatron, so it cannot ask the parser; test_plan_megatron_names.py does, and
-says what another Megatron adds and drops.
+Written by `python -m tests.store.megatron_names`.
 """
 
 from __future__ import annotations
