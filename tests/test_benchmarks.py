@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import engine, figures, memory, processes, roofline, step
+from benchmarks import engine, figures, memory, processes, roofline, shared_disk, step
 from benchmarks.cases import CASES
 from benchmarks.measurement import streaming_fields
 from benchmarks.raw_disk import PATTERNS, DiskProbe
@@ -389,6 +389,23 @@ def test_calls_with_other_cases_add_to_the_results(
     assert known["verdicts"]["disk"]["is_met"] is False
     assert known["verdicts"]["peaks"]["is_met"] is True
     assert "stock: NOT RUN" in capsys.readouterr().err
+
+
+def test_ranks_that_share_a_disk_all_get_something(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ["--ranks", "1,2", "--gb", "0.3", "--seconds", "0.1", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", ["shared_disk.py", str(tmp_path), *few])
+
+    shared_disk.main()
+
+    _, _, *rows = capsys.readouterr().out.splitlines()
+    assert [row.split("|")[1].strip() for row in rows] == ["1", "2"]
+    for row in rows:
+        together, *_, fair = map(float, row.split("|")[2:-1])
+        assert together > 0
+        assert 0 < fair <= 1
+    assert list(tmp_path.iterdir()) == []
 
 
 # ------------------------------------------------------------------------------------------ figures

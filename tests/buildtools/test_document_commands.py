@@ -81,7 +81,7 @@ RUN_HERE = (
 
 SUBSTITUTIONS = {
     # What `build.py test` does in the environment that it makes, up to running what it found.
-    r"python3 build\.py test(?![\w-])": f"{sys.executable} -m pytest -q --collect-only",
+    r"python3 build\.py test(?![\w-])": "{python} -m pytest -q --collect-only",
     r"^\.ci/run": "sh -n .ci/run",
     r"\bCOMMIT\b": "HEAD",
     r"--accept NAME": "--accept README.md",
@@ -246,6 +246,7 @@ class Session:
             "wheel": str(wheel),
             "wheel_dir": str(wheel.parent),
             "reader": READER,
+            "python": sys.executable,
             "forget": f"{sys.executable} {root / 'forget.py'}",
         }
         self.environment = {

@@ -215,9 +215,29 @@ def advice(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
     return errors
 
 
-def test_an_old_kernel_touches_the_pages(runtime: Runtime, advice: dict[int, list[int]]) -> None:
+@pytest.mark.parametrize(("huge", "is_said"), [(0, True), (40 * MIB, False), (None, False)])
+def test_small_pages_are_said_since_they_make_disks_slow(
+    huge: int | None,
+    is_said: bool,
+    runtime: Runtime,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(pinned, "huge_nbytes", lambda address, nbytes: huge)
+
+    PinnedBytes(64 * MIB).release()
+    PinnedBytes(MIB).release()
+
+    said = [text for text in caplog.messages if "in huge pages" in text]
+    assert len(said) == int(is_said)
+    assert all("only 0 of 67108864 bytes" in text for text in said)
+
+
+def test_an_old_kernel_touches_the_pages(
+    runtime: Runtime, advice: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     advice[pinned._MADV_POPULATE_WRITE] = [errno.EINVAL]
-    advice[pinned._MADV_HUGEPAGE] = [errno.EINVAL]
+    monkeypatch.setattr(pinned, "prefer_huge_pages", lambda mapped: None)
     before = resident_bytes()
     memory = PinnedBytes(64 * MIB)
 

@@ -17,7 +17,6 @@ would unmap whatever the child has put at that address by then.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import logging
@@ -31,13 +30,13 @@ import torch
 from .budgets import host_memory
 from .errors import StateStoreError
 from .layout import round_up
+from .memory import huge_nbytes, prefer_huge_pages
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_NUM_THREADS = 8
 _PIECE_BYTES = 64 << 20
 """What one call faults in; a multiple of any page size."""
-_MADV_HUGEPAGE = 14
 _MADV_WIPEONFORK = 18
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
@@ -176,8 +175,7 @@ def _mapped(nbytes: int, num_threads: int) -> mmap.mmap:
 def _fault_in(mapped: mmap.mmap, num_threads: int) -> None:
     address, nbytes = ctypes.addressof(ctypes.c_char.from_buffer(mapped)), len(mapped)
     _advise(address, nbytes, _MADV_WIPEONFORK)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        _advise(address, nbytes, _MADV_HUGEPAGE)
+    prefer_huge_pages(mapped)
     with ThreadPoolExecutor(num_threads, "nvme-state-store-pin") as pool:
         pieces = [
             pool.submit(_fault_in_piece, address + start, min(_PIECE_BYTES, nbytes - start))
@@ -185,6 +183,15 @@ def _fault_in(mapped: mmap.mmap, num_threads: int) -> None:
         ]
     for piece in pieces:
         piece.result()
+    huge = huge_nbytes(address, nbytes)
+    if nbytes >= _PIECE_BYTES and huge is not None and huge < nbytes // 2:
+        logger.warning(
+            "only %d of %d bytes of pinned host memory are in huge pages: direct I/O may take "
+            "several times as long; see /sys/kernel/mm/transparent_hugepage/enabled, which must be "
+            "madvise or always",
+            huge,
+            nbytes,
+        )
 
 
 def _advise(address: int, nbytes: int, advice: int) -> None:
