@@ -262,6 +262,18 @@ def test_every_failure_of_the_build_in_the_table_is_one() -> None:
             assert is_printed(message, sources), message
 
 
+def test_every_failure_of_a_run_in_the_table_is_one() -> None:
+    sources = texts(STORE)
+    found = [says for says, _, _ in rows(text_of(RUNNING), "the run says")]
+    assert len(found) > 10
+    for says in found:
+        for message in re.findall(r"`([^`]+)`", says):
+            if operation := re.match(r"(\w+) failed", message):  # made of the operation's name
+                assert operation[1] in sources, message
+                message = message.replace(operation[1], "", 1).strip()
+            assert is_printed(message, sources), message
+
+
 def test_a_message_that_nobody_prints_is_noticed() -> None:
     sources = texts(ROOT / "buildtools")
 
