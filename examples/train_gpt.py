@@ -41,6 +41,9 @@ MODEL_AND_TRAINING = shlex.split("""
 """)
 
 
+_STREAMING = "--stream-optimizer-state"
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """One way to train, by the Megatron arguments it adds; ``{work}`` is the work directory."""
@@ -163,6 +166,9 @@ def parse_launcher_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.steps < 2:
         parser.error(f"--steps {args.steps}: expected at least 2, one for each half")
+    if streaming := [each for each in args.megatron_args if each.startswith(_STREAMING)]:
+        # They would reach the stock run, too, and streaming be compared with itself.
+        parser.error(f"{streaming[0]}: RUNS in this file has the streaming flags of each run")
     if args.text and not args.text.is_file():
         parser.error(f"--text {args.text}: no such file")
     if not (args.text or importlib.util.find_spec("pydoc_data.topics")):

@@ -39,3 +39,10 @@ def test_a_failing_rank_is_shown_with_its_log(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "unrecognized arguments: --no-such-argument" in done.stderr
     assert "Whole log: " in done.stderr
+
+
+def test_streaming_flags_are_refused_since_the_stock_run_would_get_them(tmp_path: Path) -> None:
+    done = train_example(tmp_path, "--", "--stream-optimizer-state-to-disk")
+
+    assert done.returncode == 2
+    assert "--stream-optimizer-state-to-disk: RUNS in this file has" in done.stderr
