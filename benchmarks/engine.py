@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import figures
 from benchmarks.cases import CASES, Case
-from benchmarks.memory import fill
+from benchmarks.memory import fill_beforehand
 from benchmarks.processes import NotRunError, machine, run_ranks
 from benchmarks.tables import group_table, peak_table, verdict_table
 from benchmarks.verdicts import Results, Verdict, verdict
@@ -162,9 +161,7 @@ def main() -> None:
     path = args.out / "engine.json"
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"cases": {}}
     if args.fill_gb:
-        with ProcessPoolExecutor(1) as pool:  # not in this process, which lives on
-            before, after = pool.submit(fill, int(args.fill_gb * 1e9)).result()
-        print(f"MemTotal {before / 1e9:.1f} GB, then {after / 1e9:.1f} GB", file=sys.stderr)
+        fill_beforehand(args.fill_gb)
     known["machine"] = machine(args.directory)
     for name in (each for each in NAMES if each in chosen):
         record(known, name, args)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,6 +181,13 @@ def fill(nbytes: int) -> tuple[int, int]:
             stop = min(start + len(zeros), nbytes)
             memory[start:stop] = zeros[: stop - start]
     return before, kibibyte_rows("/proc/meminfo")["MemTotal"]
+
+
+def fill_beforehand(gigabytes: float) -> None:
+    """Call `fill` in a process of its own, not in this one, which lives on; say what it changed."""
+    with ProcessPoolExecutor(1) as pool:
+        before, after = pool.submit(fill, int(gigabytes * 1e9)).result()
+    print(f"MemTotal {before / 1e9:.1f} GB, then {after / 1e9:.1f} GB", file=sys.stderr)
 
 
 class DeviceSampler:

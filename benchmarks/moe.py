@@ -19,14 +19,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.memory import fill
+from benchmarks.memory import fill_beforehand
 from benchmarks.moe_table import bars_table, disk_table, memory_table, time_table
 from benchmarks.processes import NotRunError, machine, run_ranks
 from benchmarks.raw_disk import DiskProbe
@@ -147,9 +146,7 @@ def main() -> None:
     path = args.out / "moe.json"
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"variants": {}}
     if args.fill_gb:
-        with ProcessPoolExecutor(1) as pool:  # not in this process, which lives on
-            before, after = pool.submit(fill, int(args.fill_gb * 1e9)).result()
-        print(f"MemTotal {before / 1e9:.1f} GB, then {after / 1e9:.1f} GB", file=sys.stderr)
+        fill_beforehand(args.fill_gb)
     known |= {"machine": machine(args.directory), "command": sys.argv[1:]}
     known["disk"] = measure_disk(args)
     for variant in (each for each in VARIANTS if each in args.variants):

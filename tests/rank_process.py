@@ -8,7 +8,7 @@ ten milliseconds.
 [Note: Forking after torch was imported]
 A forked child has only the thread that forked. Thread pools of the parent (OpenMP, OpenBLAS) would
 be locked for ever in it, so the server runs with one thread for each of them and refuses to serve
-when a second thread exists.
+when a second thread exists; with real devices, where Transformer Engine leaves one, it does serve.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _preload(device: str) -> str:
         torch: Any = importlib.import_module("torch")
         if device == CUDA and torch.cuda.is_initialized():
             raise RuntimeError("an import has initialized CUDA; forks could not use it")
-        # Of Transformer Engine's threads none holds a lock; a fork that hangs is ended by its pool.
+        # Transformer Engine's import leaves a thread; a fork that hangs for it ends by its timeout.
         if _num_threads() != 1 and device == EMULATED:
             raise RuntimeError(f"the fork server has {_num_threads()} threads; forks would hang")
         _remember_sources()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -289,6 +291,37 @@ def test_the_slots_of_all_stores_together_keep_to_the_cap(
         assert sum(numel for numel, _, _ in stores) > 1.5 * BUCKET_NUMEL, "or all fits"
         assert sum(slots for _, slots, _ in stores) <= BUCKET_NUMEL + padding
         assert all(buckets >= NUM_DEVICE_SLOTS for _, _, buckets in stores)
+
+
+def parts_of_stores(nbytes_by_rank: list[tuple[int, int]]) -> list[Fraction]:
+    """Return the parts that a store of flat shards and one of whole params get on this rank."""
+    import torch.distributed as dist
+    from megatron.core.optimizer.nvme_state_store.chained_optimizer import StreamedChainedOptimizer
+
+    dist.init_process_group("gloo")
+    found: list[Fraction] = []
+    stores = [
+        SimpleNamespace(
+            layout=SimpleNamespace(nbytes=nbytes),
+            keys=SimpleNamespace(is_elementwise=is_elementwise),
+            use_part=found.append,
+        )
+        for nbytes, is_elementwise in zip(
+            nbytes_by_rank[dist.get_rank()], (True, False), strict=True
+        )
+    ]
+    optimizer: Any = object.__new__(StreamedChainedOptimizer)
+    optimizer._stores = lambda: iter(stores)
+    optimizer._share_slots()
+    return found
+
+
+def test_ranks_give_whole_params_the_same_part_of_their_slots(ranks: RankPool) -> None:
+    """Those that update matrices together walk the same buckets, whatever else each of them has."""
+    first, second = ranks.run(parts_of_stores, 2, nbytes_by_rank=[(100, 300), (100, 100)])
+
+    assert first == [Fraction(1, 4), Fraction(3, 4)]
+    assert second == [Fraction(1, 2), Fraction(3, 4)]
 
 
 def look_at_file(directory: str) -> dict[str, Any]:

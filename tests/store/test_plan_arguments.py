@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import pytest
+from megatron.core.optimizer.nvme_state_store import arguments as flags
 from megatron.core.optimizer.nvme_state_store.__main__ import main
+from megatron.core.optimizer.nvme_state_store.plan.arguments import STREAM_DEFAULTS
 
 from tests.store.plans import PLAIN, plan
+
+
+def test_defaults_of_the_store_are_those_of_its_flags() -> None:
+    of_fields = {
+        name.removeprefix("stream_optimizer_state_").replace("_", "-"): default
+        for name, default in flags._DEFAULTS.items()
+    }
+
+    assert {name: of_fields[name] for name in STREAM_DEFAULTS} == dict(STREAM_DEFAULTS)
 
 
 @pytest.mark.parametrize(

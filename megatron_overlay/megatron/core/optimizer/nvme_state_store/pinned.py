@@ -183,8 +183,8 @@ def _fault_in(mapped: mmap.mmap, num_threads: int) -> None:
         ]
     for piece in pieces:
         piece.result()
-    huge = huge_nbytes(address, nbytes)
-    if nbytes >= _PIECE_BYTES and huge is not None and huge < nbytes // 2:
+    huge = huge_nbytes(address, nbytes) if nbytes >= _PIECE_BYTES else None
+    if huge is not None and huge < nbytes // 2:
         logger.warning(
             "only %d of %d bytes of pinned host memory are in huge pages: direct I/O may take "
             "several times as long; see /sys/kernel/mm/transparent_hugepage/enabled, which must be "
