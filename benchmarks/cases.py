@@ -69,7 +69,11 @@ CASES = (
         at_least_of_limit(0.90),
         has_timeline=True,
     ),
-    Case("disk", {**_CAPPED, "limits": "disk", **_THREE}, at_least_of_limit(0.92)),
+    Case(
+        "disk",
+        {**_CAPPED, "limits": "disk", "limits-between": True, **_THREE},
+        at_least_of_limit(0.92),
+    ),
     Case(
         "disk-host",
         {**_CAPPED, "host-gb": 12, "limits": "disk,copies", **_THREE},
@@ -100,7 +104,7 @@ CASES = (
     ),
     Case(
         "ahead-some",
-        {**_OVERLAPPED, "ahead-gb": _AHEAD_SOME},
+        {**_OVERLAPPED, "limits-between": True, "ahead-gb": _AHEAD_SOME},
         exposed_of_unbudgeted(_AHEAD_SOME, 1.1),
     ),
     Case("peaks", {"matrices": 12, "save": True, **_THREE}, peak_of_allowed(1.01)),

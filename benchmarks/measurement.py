@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -103,8 +104,13 @@ class Run:
         for store in self.stores:
             store.drain()
 
-    def step(self) -> dict[str, Any]:
-        """Prepare and make one step."""
+    def step(self, at_rest: Callable[[], None] | None = None) -> dict[str, Any]:
+        """Prepare and make one step.
+
+        Args:
+            at_rest: called before it, after forward and backward; its time does not count. Without
+                these, the step's time goes on until nothing moves any more.
+        """
         args = self._args
         if not args.back_to_back or not self._num_steps:
             workload.fill_gradients(self.model, self._generator)
@@ -116,7 +122,12 @@ class Run:
         begin = time.monotonic()
         if self._matmuls is not None:
             self._matmuls.run(self._seconds.get("forward_backward", 0.0))
-        start = time.monotonic()
+        calls, paused = memory.transferred(), time.monotonic()
+        if at_rest is not None:
+            at_rest()
+        moved_at_rest = _since(calls)
+        calls, start = memory.transferred(), time.monotonic()
+        begin += start - paused
         self.optimizer.step()
         torch.cuda.current_stream().synchronize()  # not those on which bytes go home
         end = time.monotonic()
@@ -125,18 +136,25 @@ class Run:
             "exposed_s": end - start,
             "iteration_s": end - begin,
             "reports": [store.last_step for store in self.stores],
+            "moved_at_rest": moved_at_rest,
         }
         self._num_steps += 1
         self._host.append(memory.host_memory())
         if not args.back_to_back:
             self.drain()
             found["drain_s"] = time.monotonic() - end
+        elif at_rest is not None and self._matmuls is None:
+            self.drain()
+            found["whole_s"] = memory.wait_for_quiet() - start
+            found["whole_gb"] = sum(_since(calls).values()) / 1e9
         return found
 
-    def steps(self, count: int) -> tuple[list[dict[str, Any]], float]:
+    def steps(
+        self, count: int, at_rest: Callable[[], None] | None = None
+    ) -> tuple[list[dict[str, Any]], float]:
         """Make steps; return what is known of each, and seconds until the last byte is written."""
         start = time.monotonic()
-        found = [self.step() for _ in range(count)]
+        found = [self.step(at_rest) for _ in range(count)]
         end = found[-1]["start"] + found[-1]["exposed_s"]
         self.drain()
         found[-1].setdefault("drain_s", time.monotonic() - end)
@@ -147,36 +165,44 @@ class Run:
         return found, seconds
 
     def measure(self, probe: DiskProbe | None) -> None:
-        """Make the steps that count, between two measurements of the limits."""
+        """Make the steps that count, between measurements of the limits."""
         args = self._args
         if args.warmup:
             warm, _ = self.steps(args.warmup)
             self.result["warmup_s"] = [round(each["exposed_s"], 3) for each in warm]
         self.note_weights()
-        before = self._limits(probe)
+        limits = [self._limits(probe)]
         self._seconds["forward_backward"] = (args.forward_backward_ms or 0) / 1e3
         if args.forward_backward_io:
             report = warm[-1]["report"]
             moved = report["bytes_read"] + report["bytes_written"]
             moved *= torch.distributed.get_world_size()  # they share the disk
             self._seconds["forward_backward"] = (
-                args.forward_backward_io * moved / before["disk"]["mixed"] / 1e9
+                args.forward_backward_io * moved / limits[0]["disk"]["mixed"] / 1e9
             )
+        if args.limits_between:
+            limits.clear()
         torch.cuda.reset_peak_memory_stats()
         calls = memory.transferred()
-        made, seconds = self.steps(args.steps)
-        moved_by_calls = {k: v - calls[k] for k, v in memory.transferred().items()}
+        between = functools.partial(self._note_limits, probe, limits)
+        made, seconds = self.steps(args.steps, between if args.limits_between else None)
+        moved = _since(calls)
+        for each in made:
+            moved = {name: moved[name] - each["moved_at_rest"][name] for name in moved}
         peak = torch.cuda.max_memory_allocated()
+        is_back_to_back = args.back_to_back and not args.limits_between
         self.result |= {
             "step_s": [round(each["exposed_s"], 4) for each in made],
             "iteration_s": [round(each["iteration_s"], 4) for each in made],
             "drain_s": [round(each["drain_s"], 4) for each in made if "drain_s" in each],
-            "back_to_back_s": round(seconds / args.steps, 4) if args.back_to_back else None,
+            "back_to_back_s": round(seconds / args.steps, 4) if is_back_to_back else None,
+            "whole_s": [round(each["whole_s"], 4) for each in made if "whole_s" in each],
+            "whole_gb": [round(each["whole_gb"], 3) for each in made if "whole_gb" in each],
             "forward_backward_s": round(self._seconds["forward_backward"], 3),
-            "calls_read_gb": round(moved_by_calls["read"] / 1e9 / args.steps, 3),
-            "calls_wrote_gb": round(moved_by_calls["written"] / 1e9 / args.steps, 3),
+            "calls_read_gb": round(moved["read"] / 1e9 / args.steps, 3),
+            "calls_wrote_gb": round(moved["written"] / 1e9 / args.steps, 3),
             "reports": [each["report"] for each in made],
-            "limits": {"before": before, "after": self._limits(probe)},
+            "limits": [*limits, self._limits(probe)],
             "step_peak_gb": round(peak / 1e9, 2),
             "between_steps_gb": round(torch.cuda.memory_allocated() / 1e9, 2),
         }
@@ -187,6 +213,9 @@ class Run:
         self.result["weights_sha256"] = workload.weights_digest(self.model)
         after = self.result.setdefault("weights_after", {})
         after[str(self._num_steps)] = self.result["weights_sha256"]
+
+    def _note_limits(self, probe: DiskProbe | None, limits: list[dict[str, Any]]) -> None:
+        limits.append(self._limits(probe))
 
     def _limits(self, probe: DiskProbe | None) -> dict[str, Any]:
         """Measure what is asked for, the disk on one rank and copies on all of them at once."""
@@ -264,6 +293,11 @@ class Run:
             self.result |= dict(store_rows(self.stores))
         for store in self.stores:
             store.close()
+
+
+def _since(before: dict[str, int]) -> dict[str, int]:
+    """Return what system calls have moved since ``before``."""
+    return {name: count - before[name] for name, count in memory.transferred().items()}
 
 
 def summed_reports(reports: list[Any]) -> dict[str, float]:

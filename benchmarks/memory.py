@@ -155,16 +155,21 @@ def transferred() -> dict[str, int]:
     return {"read": rows["rchar"], "written": rows["wchar"]}
 
 
-def wait_for_quiet(quiet_s: float = 0.3, timeout_s: float = 60.0) -> None:
-    """Block until this process has moved next to nothing for a while: reads ahead are done."""
-    end = time.monotonic() + timeout_s
+def wait_for_quiet(quiet_s: float = 0.3, timeout_s: float = 60.0) -> float:
+    """Block until this process has moved next to nothing for a while: reads ahead are done.
+
+    Returns:
+        When it was last seen to move anything, by `time.monotonic`.
+    """
+    begin = last = time.monotonic()
     before = sum(transferred().values())
-    while time.monotonic() < end:
-        time.sleep(quiet_s)
+    while time.monotonic() < begin + timeout_s:
+        time.sleep(min(quiet_s, 0.02))
         now = sum(transferred().values())
-        if now - before < 1 << 20:  # reading the count is a transfer, too
-            return
-        before = now
+        if now - before >= 1 << 20:  # reading the count is a transfer, too
+            before, last = now, time.monotonic()
+        elif time.monotonic() >= last + quiet_s:
+            return last
     raise TimeoutError(f"reads and writes go on after {timeout_s} s without a step")
 
 

@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
+import random
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+PORTS = 8
+"""How many ports in a row a group of ranks gets."""
 
 
 class NotRunError(Exception):
     """A case could not run; the message says why."""
+
+
+@contextlib.contextmanager
+def reserved_ports() -> Iterator[int]:
+    """Yield the first of `PORTS` free TCP ports, which no other caller on this host gets.
+
+    Ranks listen on it only some seconds later. A port that the kernel chooses can belong to the
+    next connection of any process by then; these lie below the range that it chooses from.
+    """
+    ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    blocks = range(10_000, ephemeral - PORTS, PORTS)
+    for port in random.SystemRandom().sample(blocks, len(blocks)):
+        with socket.socket(socket.AF_UNIX) as claim:  # gone with its process, whatever ends that
+            try:
+                claim.bind(f"\0nvme-state-store-ports-{port}")
+                for each in range(port, port + PORTS):
+                    with socket.socket() as probe:
+                        probe.bind(("127.0.0.1", each))
+            except OSError:
+                continue
+            yield port
+            return
+    raise NotRunError(f"no {PORTS} free ports in a row between 10000 and {ephemeral}")
 
 
 def run_ranks(commands: Sequence[Sequence[str]], logs: Path, timeout_s: float) -> list[Any]:
@@ -23,9 +51,13 @@ def run_ranks(commands: Sequence[Sequence[str]], logs: Path, timeout_s: float) -
     Raises:
         NotRunError: one failed or took too long; the others are ended.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    with reserved_ports() as port:
+        return _run_ranks(commands, logs, timeout_s, str(port))
+
+
+def _run_ranks(
+    commands: Sequence[Sequence[str]], logs: Path, timeout_s: float, port: str
+) -> list[Any]:
     processes: list[subprocess.Popen[bytes]] = []
     outputs = [logs.with_name(f"{logs.name}.rank{rank}.out") for rank in range(len(commands))]
     end = time.monotonic() + timeout_s

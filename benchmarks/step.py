@@ -4,7 +4,7 @@
         [--keep-cache] [--host-gb N] [--device-gb N] [--ahead-gb N] [--moment-dtype D]
         [--main-storage S] [--io I] [--chunk-mb N] [--engine E] [--steps 3] [--warmup 0]
         [--back-to-back] [--forward-backward-ms N | --forward-backward-io FACTOR]
-        [--memory-cap-gb N] [--save] [--limits disk,copies] [--timeline FILE]
+        [--memory-cap-gb N] [--save] [--limits disk,copies] [--limits-between] [--timeline FILE]
 
 The model is a stack of square matrices under Megatron's DistributedDataParallel and distributed
 optimizer, world size 1 or what the environment of `torchrun` says: gradients are random, so that
@@ -16,7 +16,10 @@ been dropped. ``--back-to-back``: steps follow at once, on the gradients of the 
 time of all is taken until the last byte is written. With a forward and backward time the device
 is busy with matrix products between steps, for so many milliseconds, or for FACTOR times what the
 disk needs for the bytes of a step. ``--limits`` measures what disk and PCIe can do right before and
-right after the steps that count.
+right after the steps that count. A disk may be much faster one minute than the next: with
+``--limits-between`` the limits are measured before each of these steps, too, when nothing moves,
+and each step is compared with its own. A step's time then goes on until all that it began has
+ended, writes and reads of the next step, if there is no forward and backward for that.
 """
 
 from __future__ import annotations
@@ -68,6 +71,7 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--memory-cap-gb", type=float, help="in a memory cgroup; as root")
     parser.add_argument("--save", action="store_true", help="save and load when all is measured")
     parser.add_argument("--limits", default="", help="disk, copies or both, by commas")
+    parser.add_argument("--limits-between", action="store_true", help="before each step, too")
     parser.add_argument("--limit-gb", type=float, default=8.0, help="of files to measure with")
     parser.add_argument("--limit-threads", type=int, default=8)
     parser.add_argument("--limit-seconds", type=float, default=3.0)

@@ -52,13 +52,17 @@ def _cells(found: Verdict) -> list[str]:
         found.case,
         *(f"{each:.3f}" for each in (found.step_s, found.exposed_s, found.iteration_s)),
         *(f"{found.moved_gb[kind]:.1f}" for kind in ("disk", "copies")),
-        "; ".join(f"{each.kind} {each.before:.2f} / {each.after:.2f}" for each in bounds) or "-",
+        "; ".join(f"{each.kind} {_slashed(each.limits)}" for each in bounds) or "-",
         *("-" if e is None else f"{e:.3f}" for e in (found.fraction, found.balanced_fraction)),
         words[found.has_stock_weights],
         str(judgement or "-"),
         f"{value / judgement.bar:.3f}" if judgement and value is not None else "-",
         words[judgement.is_met if judgement else None],
     ]
+
+
+def _slashed(numbers: Iterable[float]) -> str:
+    return " / ".join(f"{number:.2f}" for number in numbers)
 
 
 def peak_table(results: Results) -> str:

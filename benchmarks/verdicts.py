@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import mean
 from typing import Any
 
@@ -53,24 +54,22 @@ class Bound:
     Attributes:
         kind: ``disk mixed``, ``disk balanced`` or ``copies``.
         moved_gb: bytes of a step, of all ranks.
-        before: the limit right before the steps.
-        after: the limit right after them.
+        limits: as measured before the first step, maybe between steps, and after the last one.
     """
 
     kind: str
     moved_gb: float
-    before: float
-    after: float
+    limits: tuple[float, ...]
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Between two measurements: virtual disks drift, so the mean of before and after."""
+        return tuple(mean(pair) for pair in pairwise(self.limits))
 
     @property
     def rate(self) -> float:
-        """The limit: virtual disks drift, so the mean of before and after."""
-        return mean((self.before, self.after))
-
-    @property
-    def seconds(self) -> float:
-        """The least time."""
-        return self.moved_gb / self.rate
+        """Of all the time."""
+        return mean(self.rates)
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,8 @@ class Verdict:
         iteration_s: with what stands for forward and backward.
         moved_gb: bytes of a step on the disk and, as the store tells, to the device and back.
         bounds: of every limit that was measured.
-        fraction: the largest bound's time over that of the step, where steps follow at once.
+        fraction: the largest bound's time over that of the step, where steps follow at once, and
+            where each has limits of its own: the mean of steps.
         balanced_fraction: the same, when half of the disk's bytes are read and half written.
         peak_gb: the most that a device held.
         allowed_gb: params, grads, slots and the device tier.
@@ -116,7 +116,7 @@ Judge = Callable[[Verdict, Sequence[Result], Results], Judgement]
 
 def step_seconds(result: Result) -> float:
     """Return the time of a step that the next one follows at once, to its last byte."""
-    return float(result["back_to_back_s"] or mean(result["step_s"]))
+    return float(result["back_to_back_s"] or mean(result.get("whole_s") or result["step_s"]))
 
 
 def moved_gb(ranks: Sequence[Result]) -> dict[str, float]:
@@ -134,18 +134,35 @@ def moved_gb(ranks: Sequence[Result]) -> dict[str, float]:
 def bounds_of(ranks: Sequence[Result], moved: Mapping[str, float]) -> tuple[Bound, ...]:
     """Return a bound for every limit that was measured."""
     found = []
-    before, after = (ranks[0]["limits"][when] for when in ("before", "after"))
-    if "disk" in before:  # the ranks share it, and all tell the same
+    limits = [each["limits"] for each in ranks]
+    if "disk" in limits[0][0]:  # the ranks share it, and the first one tells
         for name in ("mixed", "balanced"):
-            rates = (float(each["disk"][name]) for each in (before, after))
-            found.append(Bound(f"disk {name}", moved["disk"], *rates))
-    if "copies" in before:  # measured by all ranks at once
-        rates = (
-            sum(float(each["limits"][when]["copies"]["duplex"]) for each in ranks)
-            for when in ("before", "after")
-        )
-        found.append(Bound("copies", moved["copies"], *rates))
+            disk = tuple(float(each["disk"][name]) for each in limits[0])
+            found.append(Bound(f"disk {name}", moved["disk"], disk))
+    if "copies" in limits[0][0]:  # measured by all ranks at once
+        at_once = zip(*limits, strict=True)
+        copies = tuple(sum(float(each["copies"]["duplex"]) for each in rank) for rank in at_once)
+        found.append(Bound("copies", moved["copies"], copies))
     return tuple(found)
+
+
+def fraction_of(ranks: Sequence[Result], bounds: Sequence[Bound]) -> float | None:
+    """Return the least time of a step over its time, by the bound that takes longest."""
+    if not bounds or any(each["forward_backward_s"] for each in ranks):
+        return None
+    if not ranks[0].get("whole_s"):
+        seconds = max(step_seconds(each) for each in ranks)
+        return max(each.moved_gb / each.rate for each in bounds) / seconds
+    fractions = []
+    for number in range(len(ranks[0]["whole_s"])):
+        seconds = max(float(each["whole_s"][number]) for each in ranks)
+        disk = sum(float(each["whole_gb"][number]) for each in ranks)
+        least = max(
+            (disk if each.kind.startswith("disk") else each.moved_gb) / each.rates[number]
+            for each in bounds
+        )
+        fractions.append(least / seconds)
+    return mean(fractions)
 
 
 def verdict(name: str, results: Results, judge: Judge | None = None) -> Verdict:
@@ -154,12 +171,6 @@ def verdict(name: str, results: Results, judge: Judge | None = None) -> Verdict:
     seconds = max(step_seconds(each) for each in ranks)
     moved = moved_gb(ranks)
     bounds = bounds_of(ranks, moved)
-    is_alone = not any(each["forward_backward_s"] for each in ranks)
-
-    def fraction(*kinds: str) -> float | None:
-        times = [each.seconds for each in bounds if each.kind in kinds]
-        return max(times) / seconds if times and is_alone else None
-
     found = Verdict(
         case=name,
         step_s=seconds,
@@ -167,8 +178,10 @@ def verdict(name: str, results: Results, judge: Judge | None = None) -> Verdict:
         iteration_s=max(mean(each["iteration_s"]) for each in ranks),
         moved_gb=moved,
         bounds=bounds,
-        fraction=fraction("disk mixed", "copies"),
-        balanced_fraction=fraction("disk balanced", "copies"),
+        fraction=fraction_of(ranks, [each for each in bounds if each.kind != "disk balanced"]),
+        balanced_fraction=fraction_of(
+            ranks, [each for each in bounds if each.kind != "disk mixed"]
+        ),
         peak_gb=max(peak(each) for each in ranks),
         allowed_gb=max(allowed_peak(each) for each in ranks),
         has_stock_weights=has_stock_weights(name, results),
@@ -249,13 +262,19 @@ def exposed_of_unbudgeted(ahead_gb: float, bar: float) -> Judge:
 
     A budget hides its bytes twice: as many are read ahead as are written behind.
     """
+    unit = "of (I/O - budgets) / limit"
 
     def judge(found: Verdict, ranks: Sequence[Result], results: Results) -> Judgement:
         bound = found.bound("disk mixed")
         # What lives on disk goes both ways, however much of it system calls had to move.
         left = 2 * (sum(float(each.get("disk_gb", 0.0)) for each in ranks) - ahead_gb)
-        value = found.exposed_s / (left / bound.rate) if bound and left > 0 else None
-        return Judgement(value, bar, False, "of (I/O - budgets) / limit")
+        if bound is None or left <= 0:
+            return Judgement(None, bar, False, unit)
+        exposed = [max(seconds) for seconds in zip(*(e["step_s"] for e in ranks), strict=True)]
+        # Of each step by its own limits, where these were measured between steps.
+        rates = bound.rates if len(bound.rates) == len(exposed) else [bound.rate] * len(exposed)
+        values = [seconds * rate / left for seconds, rate in zip(exposed, rates, strict=True)]
+        return Judgement(mean(values), bar, False, unit)
 
     return judge
 

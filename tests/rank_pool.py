@@ -20,7 +20,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -32,6 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from benchmarks.processes import reserved_ports
 from tests import rank_process
 from tests.rank_process import Outcome, Rank
 
@@ -217,18 +217,18 @@ class RankPool:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         call = pickle.dumps((case, kwargs))
         logs = Path(tempfile.mkdtemp(dir=self._logs))
-        port = _free_port()
         running: list[_Running] = []
-        try:
-            for index in range(world_size):
-                log = logs / f"rank{index}.log"
-                rank = Rank(index, world_size, port, timeout_s, log, environment or {})
-                running.append(self._start(rank, call))
-            _wait(running, time.monotonic() + timeout_s)
-        finally:
-            for each in running:
-                each.end()
-            self.outputs = [each.output() for each in running]
+        with reserved_ports() as port:
+            try:
+                for index in range(world_size):
+                    log = logs / f"rank{index}.log"
+                    rank = Rank(index, world_size, port, timeout_s, log, environment or {})
+                    running.append(self._start(rank, call))
+                _wait(running, time.monotonic() + timeout_s)
+            finally:
+                for each in running:
+                    each.end()
+                self.outputs = [each.output() for each in running]
         failures = [each.failure() for each in running if each.has_failed]
         failures.sort(key=lambda failure: failure.reason == _KILLED)  # causes first
         if failures:
@@ -299,13 +299,6 @@ def _dump_stack(running: _Running) -> None:
     """Let a rank write its Python stack into its log, to show where it hung."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(running.process.pid or 0, signal.SIGUSR1)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 @contextlib.contextmanager

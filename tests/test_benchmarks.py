@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.optimizer.nvme_state_store.memory import address_of
 
 from benchmarks import engine, figures, memory, processes, roofline, shared_disk, step
 from benchmarks.cases import CASES
@@ -53,10 +56,7 @@ def result(**changes: Any) -> dict[str, Any]:
         "calls_read_gb": 10.0,
         "calls_wrote_gb": 10.0,
         "reports": [{"bytes_uploaded": 1e10, "bytes_downloaded": 1e10}] * 2,
-        "limits": {
-            "before": {"disk": disk[0], "copies": copies},
-            "after": {"disk": disk[1], "copies": copies},
-        },
+        "limits": [{"disk": each, "copies": copies} for each in disk],
         "init_peak_gb": 11.0,
         "step_peak_gb": 12.0,
         "between_steps_gb": 10.0,
@@ -124,11 +124,58 @@ def test_in_a_mixed_pattern_nobody_reads_what_is_being_written(tmp_path: Path) -
     with DiskProbe([tmp_path], 1 << 20, threads=2, chunk_bytes=1 << 16) as probe:
         seen: list[tuple[str, int]] = []
         probe._transfer = lambda kind, index, *_: seen.append((kind, index))  # type: ignore[method-assign]
-        probe._run("mixed", end_s=time.monotonic() + 0.01)
-        probe._run("balanced", end_s=time.monotonic() + 0.01)
+        with probe._mapped() as memory:
+            probe._run("mixed", memory, end_s=time.monotonic() + 0.01)
+            probe._run("balanced", memory, end_s=time.monotonic() + 0.01)
 
     assert {index for kind, index in seen if kind == "read"} <= set(range(8))
     assert {index for kind, index in seen if kind == "write"} <= set(range(8, 16))
+
+
+def test_a_thread_walks_over_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk that it had in hand a moment ago is in the processor's cache."""
+    monkeypatch.setattr("benchmarks.raw_disk.MEMORY_BYTES", 6 << 16)
+    with DiskProbe([tmp_path], 1 << 20, threads=2, chunk_bytes=1 << 16) as probe:
+        seen: dict[int, list[int]] = {}
+
+        def note(kind: str, index: int, view: memoryview, done: Any) -> None:
+            seen.setdefault(threading.get_ident(), []).append(address_of(view))
+
+        probe._transfer = note  # type: ignore[method-assign]
+        with probe._mapped() as memory:
+            probe._run("read", memory, passes=2)
+            assert [len(each) for each in memory] == [3, 3]
+
+    walked = [used for used in seen.values() if len(used) > 3]
+    assert walked and all(used[3:] == used[:-3] for used in walked)
+    assert not set(walked[0]) & set(walked[-1]) or len(walked) == 1
+    assert all(len(set(used)) == 3 for used in walked)
+
+
+def test_ports_are_nobody_elses_while_ranks_use_them() -> None:
+    """Neither another run's, nor those that the kernel gives to any connection."""
+    ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    with processes.reserved_ports() as first, processes.reserved_ports() as second:
+        assert abs(first - second) >= processes.PORTS
+        assert max(first, second) + processes.PORTS <= ephemeral
+
+
+def test_a_port_that_is_claimed_or_in_use_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with processes.reserved_ports() as claimed, processes.reserved_ports() as used:
+        pass
+    order = [claimed, used, max(claimed, used) - processes.PORTS * 50]
+
+    class Chosen:
+        def sample(self, blocks: range, count: int) -> list[int]:
+            return order
+
+    monkeypatch.setattr("random.SystemRandom", Chosen)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", used + 3))
+        with processes.reserved_ports() as first, processes.reserved_ports() as second:
+            assert [first, second] == [order[0], order[2]]
+            with pytest.raises(processes.NotRunError, match="free ports"):
+                processes.reserved_ports().__enter__()
 
 
 @pytest.mark.parametrize(
@@ -226,9 +273,7 @@ def test_the_fraction_is_the_least_time_over_the_time() -> None:
 
 
 def test_of_several_limits_the_one_that_binds_counts() -> None:
-    slow_bus = {"before": {"copies": {"duplex": 4.0}}, "after": {"copies": {"duplex": 4.0}}}
-    for when in ("before", "after"):
-        slow_bus[when] |= {"disk": result()["limits"][when]["disk"]}
+    slow_bus = [each | {"copies": {"duplex": 4.0}} for each in result()["limits"]]
 
     found = verdict("mine", {"mine": [result(limits=slow_bus, back_to_back_s=8.0)]})
 
@@ -252,6 +297,26 @@ def test_ranks_share_the_disk_and_have_a_bus_each() -> None:
         "copies": 200.0,
     }
     assert found.fraction == pytest.approx(40 / 2.5 / 16)
+
+
+def test_a_step_is_compared_with_the_limits_around_it() -> None:
+    """The disk is half as fast from the second step on, and so are they: the same fraction."""
+    limits = [{"disk": {"mixed": rate, "balanced": rate}} for rate in (4.0, 4.0, 2.0, 2.0)]
+    mine = result(
+        limits=limits,
+        back_to_back_s=None,
+        whole_s=[6.0, 8.0, 12.0],
+        whole_gb=[20.0, 20.0, 20.0],
+    )
+    other = result(limits=limits, back_to_back_s=None, whole_s=[5, 5, 5], whole_gb=[1.6, 1.6, 1.6])
+
+    found = verdict("mine", {"mine": [mine, other]})
+
+    assert found.fraction == pytest.approx(21.6 * (1 / 4 / 6 + 1 / 3 / 8 + 1 / 2 / 12) / 3)
+    assert found.step_s == pytest.approx(26 / 3)
+    exposed = result(limits=limits[:3], step_s=[3.0, 4.0], back_to_back_s=9.0)
+    # 2 x (10 - 5) GB at 4 and then at 3 GB/s.
+    assert judged(exposed_of_unbudgeted(5.0, 1.1), exposed)[0] == pytest.approx(1.2)
 
 
 def test_with_forward_and_backward_between_there_is_no_fraction() -> None:

@@ -12,6 +12,7 @@ from megatron.core.optimizer.nvme_state_store.fingerprint import (
     PIECE_BYTES,
     fingerprint,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SIZES = [1, 3, 5, 2047, 2048, 2049, 8191, 8192, 8193, 10_000]
@@ -41,6 +42,35 @@ class Reductions(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensor, dims = args[:2]
             self.rows += [tensor.size(d) for d in dims if d % tensor.dim() != tensor.dim() - 1]
         return func(*args, **(kwargs or {}))
+
+
+class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes at each copy how many bytes of earlier ones are still held."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.held: list[int] = []
+        self._copies: list[tuple[StorageWeakRef, int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not torch.ops.aten.clone.default:
+            return func(*args, **(kwargs or {}))
+        held = [size for copy, size in self._copies if not copy.expired()]  # type: ignore[no-untyped-call]
+        self.held.append(sum(held))
+        copy = func(*args, **(kwargs or {}))
+        self._copies.append((StorageWeakRef(copy.untyped_storage()), copy.nbytes))  # type: ignore[no-untyped-call]
+        return copy
+
+
+def test_a_shard_that_begins_anywhere_is_copied_one_part_at_a_time() -> None:
+    shard = torch.zeros(3 * COPY_BYTES, dtype=torch.uint8)[1:]
+    with Copies() as seen:
+        fingerprint([shard])
+
+    assert len(seen.held) >= 3, "or it is not copied in parts"
+    assert max(seen.held) < COPY_BYTES
 
 
 @pytest.mark.parametrize("rows", [1, 127, 128, 129, 6103, 16382, 16384, 20_000])

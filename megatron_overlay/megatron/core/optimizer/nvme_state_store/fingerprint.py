@@ -58,11 +58,10 @@ def _mix(piece: torch.Tensor) -> Iterator[torch.Tensor]:
         by_row, by_column = [], None
         is_aligned = piece.data_ptr() % _LANE_BYTES == 0
         for part in (piece[:rows],) if is_aligned else torch.split(piece[:rows], COPY_BYTES):
-            table = (part if is_aligned else part.clone()).view(torch.int64)
-            table = table.view(-1, _ROW_BYTES // _LANE_BYTES)
-            by_row.append(table.sum(dim=1))
-            sums = _column_sums(table)
-            by_column = sums if by_column is None else by_column + sums
+            # The copy has no name here: one that outlives its turn makes it two at a time.
+            of_rows, of_columns = _sums(part if is_aligned else part.clone())
+            by_row.append(of_rows)
+            by_column = of_columns if by_column is None else by_column + of_columns
         assert by_column is not None, "there are rows"
         yield torch.stack([_weighted(torch.cat(by_row)), _weighted(by_column)])
     if lanes > rows:
@@ -71,6 +70,12 @@ def _mix(piece: torch.Tensor) -> Iterator[torch.Tensor]:
     if piece.numel() > lanes:
         tail = piece[lanes:].to(torch.int64)
         yield torch.stack([tail.sum(), _weighted(tail)])
+
+
+def _sums(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of each row of bytes, and of each column of lanes."""
+    table = rows.view(torch.int64).view(-1, _ROW_BYTES // _LANE_BYTES)
+    return table.sum(dim=1), _column_sums(table)
 
 
 def _column_sums(table: torch.Tensor) -> torch.Tensor:
