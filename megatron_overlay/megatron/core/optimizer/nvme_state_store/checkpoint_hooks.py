@@ -27,10 +27,22 @@ def load_streamed_state(optimizer: Any, checkpoint_name: str) -> None:
     Raises:
         ValueError: the checkpoint was saved by the other kind of run.
     """
-    directory = Path(checkpoint_name) / DIRECTORY
+    refuse_streamed_state(optimizer, checkpoint_name)
     if isinstance(optimizer, StreamedChainedOptimizer):
-        optimizer.load_stores(directory)
-    elif directory.is_dir():
+        optimizer.load_stores(Path(checkpoint_name) / DIRECTORY)
+
+
+def refuse_streamed_state(optimizer: Any, checkpoint_name: str) -> None:
+    """Refuse streamed state to any other optimizer; called before Megatron loads anything.
+
+    It would miss its own tensors there, with a KeyError that names the first of them.
+
+    Raises:
+        ValueError: the checkpoint was saved by a run that streamed.
+    """
+    if optimizer is None or isinstance(optimizer, StreamedChainedOptimizer):
+        return
+    if (Path(checkpoint_name) / DIRECTORY).is_dir():
         raise ValueError(
             f"{checkpoint_name}: the optimizer state was streamed ({DIRECTORY}/): load it with "
             "--stream-optimizer-state-to-disk, or with --no-load-optim to start afresh from "
