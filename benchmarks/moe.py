@@ -8,6 +8,8 @@ Each variant is one process of `moe_rank.py` a GPU: Qwen3-30B-A3B's shape, exper
 GPUs, the same tokens in all variants. All ranks share DIR. Before them, what the disk can do is
 measured by itself. Results go to OUT/moe.json; a later call with other variants adds to them, and
 the table shows all. To try it on fewer GPUs, give fewer layers: ``--gpus 2 -- --num-layers 4``.
+With ``--gpus 2 -- --num-experts 32`` each of two GPUs has the experts, and the tokens for each of
+them, that one of eight has.
 """
 
 from __future__ import annotations

@@ -50,6 +50,22 @@ def test_wrong_input_is_named_with_what_is_accepted(
     assert message in capsys.readouterr().err
 
 
+def test_an_argument_that_overrides_one_of_megatrons_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The other of the two may be the one that was meant."""
+    ours = ["--tp", "4", "--pp", "2", "--optimizer", "adam", f"{PREFIX}host-gb", "40"]
+    sizes = "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 2 --optimizer muon"
+    theirs = [*sizes.split(), f"{PREFIX}host-gb", "40.0", f"{PREFIX}moment-dtype", "bf16"]
+
+    assert main(["plan", *PLAIN, "--host-gb", "900", *ours, "--", *theirs]) == 0
+
+    told = [line for line in "".join(capsys.readouterr()).splitlines() if "planned with" in line]
+    assert len(told) == 2
+    assert "--tp 4 is planned with, not -- --tensor-model-parallel-size 8" in told[0]
+    assert "--optimizer adam is planned with, not -- --optimizer muon" in told[1]
+
+
 def test_it_runs_without_torch_and_megatron() -> None:
     """In a Python without site-packages."""
     script = (

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -73,6 +73,7 @@ def _question(arguments: argparse.Namespace, warnings: list[str]) -> Question:
         ValueError: something is missing, there twice, or not usable.
     """
     flags = megatron_flags(arguments.megatron)
+    warnings += _overridden(arguments, flags)
     described = _described(arguments, flags, warnings)
     model, architecture = described.model, described.architecture
     sizes = {name: _parallel_size(arguments, flags, name) for name in PARALLEL}
@@ -144,6 +145,18 @@ def _described(
     warnings += found
     refuse_impossible(architecture)
     return _Described(model_of(architecture), architecture)
+
+
+def _overridden(arguments: argparse.Namespace, flags: Mapping[str, str]) -> Iterator[str]:
+    """Yield which of Megatron's arguments give way to this command's own."""
+    defaults = {f"{STREAM_PREFIX}{name}": default for name, default in STREAM_DEFAULTS.items()}
+    theirs = {**PARALLEL, "optimizer": "optimizer", **{name: name for name in defaults}}
+    for name, other in theirs.items():
+        value, text = getattr(arguments, name.replace("-", "_"), None), flags.get(other)
+        if value is None or text is None or _parsed(name, text, defaults.get(name)) == value:
+            continue
+        if text != str(value):
+            yield f"--{name} {value} is planned with, not -- --{other} {text}"
 
 
 def _parallel_size(
