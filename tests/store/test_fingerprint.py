@@ -73,6 +73,68 @@ def test_a_shard_that_begins_anywhere_is_copied_one_part_at_a_time() -> None:
     assert max(seen.held) < COPY_BYTES
 
 
+class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what is launched on a device: everything but views."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def evenly(numel: int, count: int, gap: int, begin: int = 0) -> list[torch.Tensor]:
+    """Return shards that lie in one buffer, as the params of a model do."""
+    buffer = make(begin + (numel + gap) * count, seed=numel)
+    starts = range(begin, begin + (numel + gap) * count, numel + gap)
+    return [buffer[start : start + numel] for start in starts]
+
+
+@pytest.mark.parametrize("numel", [1, 3, 4, 5, 8192, 8193, 128 * 8192, 200 * 8192 + 7])
+@pytest.mark.parametrize("gap", [0, 1, 3, 4, 64])
+def test_shards_of_one_buffer_have_the_numbers_that_each_has_alone(numel: int, gap: int) -> None:
+    """Whether they are summed at once, or, since they lie otherwise, one by one."""
+    shards = evenly(numel, 3, gap)
+    other = make(5)
+    for chosen in (
+        shards,
+        shards[::-1],
+        [*shards, shards[0]],
+        [shards[0], shards[2]],
+        [*shards[:2], other, *shards[1:]],
+        [shards[0], shards[0], shards[1]],
+    ):
+        assert is_same(*((each, each.clone()) for each in chosen))
+
+
+def test_shards_of_one_buffer_are_summed_at_once() -> None:
+    """The experts of a layer are hundreds of matrices; each launch costs its time."""
+    shards = evenly(3 * 8192, 64, gap=64)
+    counts = []
+    for chosen in (shards[:1], shards, shards[::-1]):
+        with Calls() as seen:
+            fingerprint(chosen)
+        counts.append(seen.count)
+
+    alone, together, backwards = counts
+    assert alone <= together <= alone + 3
+    assert backwards <= together + 1
+
+
+def test_the_numbers_are_those_of_snapshots() -> None:
+    """They are saved: `split` main params are refused to other weights."""
+    bits = (torch.arange(3_000_000) * 2654435761 % 65536 - 32768).to(torch.int16)
+    uneven = [bits[:2_100_003], bits[2_100_003:]]
+    even = list(torch.split(bits, 100_000))
+
+    assert fingerprint(uneven).tolist() == [6597498253859121665, 7444515336847365381]
+    assert fingerprint(even).tolist() == [-1620183756631901856, -6388790353005891360]
+
+
 @pytest.mark.parametrize("rows", [1, 127, 128, 129, 6103, 16382, 16384, 20_000])
 def test_no_reduction_over_rows_is_large(rows: int) -> None:
     """CUDA would take space for each of its blocks: twice the bytes that are reduced."""

@@ -331,12 +331,20 @@ class ModelShards:
 
     def _remember_norms(self, bucket: Bucket, resident: ResidentBucket) -> None:
         main = resident.segment(bucket, MAIN)
-        norms = torch._foreach_norm(
-            [main[piece.offset : piece.offset + piece.numel] for piece in bucket.slices]
+        norms = torch.stack(
+            torch._foreach_norm(
+                [main[piece.offset : piece.offset + piece.numel] for piece in bucket.slices]
+            )
         )
-        for piece, norm in zip(bucket.slices, norms, strict=True):
-            known = self._norms[piece.entry]
-            known.copy_(norm if piece.start == 0 else torch.hypot(known, norm))
+        entries = [piece.entry for piece in bucket.slices]
+        known = self._norms[entries[0] : entries[-1] + 1]
+        if bucket.slices[0].start:  # the others of a bucket begin with it
+            norms[0] = torch.hypot(known[0], norms[0])
+        if len(entries) == known.numel():
+            known.copy_(norms)
+        else:  # between them are some of which this rank has no element
+            for entry, norm in zip(entries, norms, strict=True):
+                self._norms[entry].copy_(norm)
 
 
 def _rounds_to(main: torch.Tensor, shard: torch.Tensor) -> bool:
