@@ -56,6 +56,8 @@ OF_DEVICE = {
 
 # After the first failure the others get this long to report theirs, then they are killed.
 _GRACE_S = 1.0
+# A rank that is asked for its stack gets this long to write it.
+_STACK_S = 5.0
 # A rank that has sent its result gets this long to exit.
 _EXIT_S = 10.0
 _TAIL_CHARS = 4000
@@ -288,17 +290,29 @@ def _wait(running: list[_Running], deadline: float) -> None:
         if not has_failed and any(each.has_failed for each in running):
             has_failed = True
             deadline = min(deadline, time.monotonic() + _GRACE_S)
-    for each in pending:
-        _dump_stack(each)
-    time.sleep(0.2)
+    _dump_stacks(pending)
     for each in pending:
         each.reason = _KILLED if has_failed else "timed out"
 
 
-def _dump_stack(running: _Running) -> None:
-    """Let a rank write its Python stack into its log, to show where it hung."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(running.process.pid or 0, signal.SIGUSR1)
+def _dump_stacks(pending: list[_Running]) -> None:
+    """Let ranks write their Python stacks into their logs, to show where they hung."""
+    written = [_log_size(each) for each in pending]
+    for each in pending:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each.process.pid or 0, signal.SIGUSR1)
+    end = time.monotonic() + _STACK_S  # a busy machine takes its time
+    while time.monotonic() < end and any(
+        each.process.is_alive() and _log_size(each) == size
+        for each, size in zip(pending, written, strict=True)
+    ):
+        time.sleep(0.05)
+    time.sleep(0.2)
+
+
+def _log_size(running: _Running) -> int:
+    log = running.rank.log
+    return log.stat().st_size if log.exists() else 0
 
 
 @contextlib.contextmanager
