@@ -171,7 +171,8 @@ class Run:
             warm, _ = self.steps(args.warmup)
             self.result["warmup_s"] = [round(each["exposed_s"], 3) for each in warm]
         self.note_weights()
-        limits = [self._limits(probe)]
+        is_needed = not args.limits_between or args.forward_backward_io
+        limits = [self._limits(probe)] if is_needed else []
         self._seconds["forward_backward"] = (args.forward_backward_ms or 0) / 1e3
         if args.forward_backward_io:
             report = warm[-1]["report"]
@@ -181,7 +182,7 @@ class Run:
                 args.forward_backward_io * moved / limits[0]["disk"]["mixed"] / 1e9
             )
         if args.limits_between:
-            limits.clear()
+            limits.clear()  # those before the first step are measured right before it
         torch.cuda.reset_peak_memory_stats()
         calls = memory.transferred()
         between = functools.partial(self._note_limits, probe, limits)

@@ -185,6 +185,25 @@ def test_the_first_bucket_whose_shards_were_replaced_is_named(index: int, model:
         model.shards.check(model.layout.buckets)
 
 
+@pytest.mark.parametrize("cap", [64, 256, 10_000])
+@pytest.mark.parametrize("numels", [(300, 1001, 77), (300, 0, 77), (0, 500, 0, 0, 700, 3)])
+def test_each_main_param_has_its_norm(numels: tuple[int, ...], cap: int) -> None:
+    """Also one that is cut over buckets, and beside one of which this rank has nothing."""
+    values = [some(numel, seed).bfloat16() for seed, numel in enumerate(numels)]
+    entries = [
+        Entry(EntryRecord("p", (numel,), 0, numel), torch.empty(0), 0, lambda each=each: each)  # type: ignore[misc]
+        for numel, each in zip(numels, values, strict=True)
+    ]
+    layout = make_layout(numels, cap, ("exp_avg",))
+    shards = ModelShards(entries, CPU)
+
+    for bucket in layout.buckets:
+        shards.fill(bucket, on_device(layout, bucket), None)
+
+    norms = torch.cat([entry.main.nvme_l2_norm for entry in entries])  # type: ignore[attr-defined]
+    torch.testing.assert_close(norms, torch.stack([each.float().norm() for each in values]))
+
+
 def test_a_param_without_gradient_is_named(model: Model) -> None:
     """Before anything is read: the update would skip it, silently."""
     step(model, 10)

@@ -27,6 +27,8 @@ def load_streamed_state(optimizer: Any, checkpoint_name: str) -> None:
     Raises:
         ValueError: the checkpoint was saved by the other kind of run.
     """
+    # Again: a run with --no-save-optim may have saved over a streamed checkpoint, and upstream then
+    # does not look for an optimizer's tensors, where it was to be refused first.
     refuse_streamed_state(optimizer, checkpoint_name)
     if isinstance(optimizer, StreamedChainedOptimizer):
         optimizer.load_stores(Path(checkpoint_name) / DIRECTORY)

@@ -61,11 +61,11 @@ def fingerprint(shards: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _tables(shards: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, bool]]:
     """Yield shards of bytes as rows of tables, and whether the first shard is the last row."""
+    steps = [*map(_step, shards, shards[1:]), 0]
     start = 0
     while start < len(shards):
-        step = _step(shards, start)
-        stop = start + 1
-        while step and _step(shards, stop - 1) == step:
+        step, stop = steps[start], start + 1
+        while step and steps[stop - 1] == step:
             stop += 1
         lowest = shards[stop - 1] if step < 0 else shards[start]
         stride = abs(step) or _ROW_BYTES  # of a single row any will do that lanes divide
@@ -73,11 +73,8 @@ def _tables(shards: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, bool
         start = stop
 
 
-def _step(shards: Sequence[torch.Tensor], index: int) -> int:
+def _step(one: torch.Tensor, other: torch.Tensor) -> int:
     """Return how many bytes after a shard the next one begins; 0 if one table can't hold both."""
-    if index + 1 >= len(shards):
-        return 0
-    one, other = shards[index], shards[index + 1]
     step = other.data_ptr() - one.data_ptr()
     in_one_table = (
         one.numel() == other.numel() <= abs(step)

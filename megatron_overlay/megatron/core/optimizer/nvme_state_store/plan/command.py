@@ -149,13 +149,12 @@ def _described(
 
 def _overridden(arguments: argparse.Namespace, flags: Mapping[str, str]) -> Iterator[str]:
     """Yield which of Megatron's arguments give way to this command's own."""
-    defaults = {f"{STREAM_PREFIX}{name}": default for name, default in STREAM_DEFAULTS.items()}
-    theirs = {**PARALLEL, "optimizer": "optimizer", **{name: name for name in defaults}}
-    for name, other in theirs.items():
+    defaults: dict[str, object] = {**dict.fromkeys(PARALLEL, 1), "optimizer": "adam"}
+    defaults |= {f"{STREAM_PREFIX}{name}": each for name, each in STREAM_DEFAULTS.items()}
+    for name, default in defaults.items():
+        other = PARALLEL.get(name, name)
         value, text = getattr(arguments, name.replace("-", "_"), None), flags.get(other)
-        if value is None or text is None or _parsed(name, text, defaults.get(name)) == value:
-            continue
-        if text != str(value):
+        if value is not None and text is not None and _parsed(name, text, default) != value:
             yield f"--{name} {value} is planned with, not -- --{other} {text}"
 
 
