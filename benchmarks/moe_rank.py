@@ -43,7 +43,8 @@ MODEL = shlex.split("""
 """)
 TRAINING = shlex.split("""
     --bf16 --use-distributed-optimizer --optimizer adam --lr 1e-4 --lr-decay-style constant
-    --seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 1
+    --seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 2
+    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
     --mock-data --eval-iters 0 --save-interval 1000000 --ckpt-format torch_dist
     --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-dropout-fusion
     --no-persist-layer-norm --logging-level 20
