@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.optimizer.nvme_state_store.casting import Casts
 from megatron.core.optimizer.nvme_state_store.checkpoint import EntryRecord
-from megatron.core.optimizer.nvme_state_store.encoding import decode, encode
+from megatron.core.optimizer.nvme_state_store.encoding import decode, encode, split_parts
 from megatron.core.optimizer.nvme_state_store.formats import (
     FORMATS,
     FP32,
@@ -21,6 +21,8 @@ from megatron.core.optimizer.nvme_state_store.layout import MAIN, Bucket, Layout
 from megatron.core.optimizer.nvme_state_store.layout import make_whole_layout as whole_layout
 from megatron.core.optimizer.nvme_state_store.model_shards import Entry
 from megatron.core.optimizer.nvme_state_store.staging import ResidentBucket
+
+from tests.store.launches import Launches
 
 NUMELS = (300, 1001, 0, 77, 64, 5)
 KEYS = ("exp_avg", "exp_avg_sq")
@@ -191,3 +193,41 @@ def test_state_of_other_sizes_than_its_main_params_comes_back() -> None:
             is_exact = torch.equal(slot[here], expected[here])
             assert is_exact == (name in ("main", "GG")), name
             assert slot[here].isfinite().all()
+
+
+def launches_of_split(numels: tuple[int, ...]) -> int:
+    formats = [main_format("split"), FP32, FP32]
+    store = make_store(make_layout(numels, 10_000, KEYS, formats), numels)
+    (bucket,) = store.layout.buckets
+    store.fill(bucket)
+    with Launches() as launches:
+        store.casts.encode(bucket, store.slots[0], 3)
+        store.casts.decode(bucket, store.slots[0])
+    count: int = launches.count
+    return count
+
+
+def test_many_slices_take_as_many_kernels_as_one() -> None:
+    """Those of experts lie without a gap. But for copies of the model's shards, one each."""
+    one = launches_of_split((6400,))
+    assert one > 5
+    assert launches_of_split((64,) * 100) == one
+    assert launches_of_split((64, 65, 64)) > one, "the padding between two runs stays"
+
+
+@pytest.mark.parametrize("numels", [(64, 64, 128), (64, 65, 64, 1, 300), (5,), NUMELS])
+def test_padding_of_split_main_params_stays_as_it_is(numels: tuple[int, ...]) -> None:
+    """Or what another bucket left would be saved with this one."""
+    formats = [main_format("split"), FP32, FP32]
+    store = make_store(make_layout(numels, 10_000, KEYS, formats), numels)
+    (bucket,) = store.layout.buckets
+    low, ties = split_parts(store.stored(bucket, MAIN), bucket.numel)
+    is_padding = torch.ones(bucket.numel, dtype=torch.bool)
+    for piece in bucket.slices:
+        is_padding[piece.offset : piece.offset + piece.numel] = False
+    store.fill(bucket)
+    store.casts.encode(bucket, store.slots[0], 3)
+    assert (low[is_padding] == -0x5A5B).all()
+    whole = is_padding[: bucket.numel // 8 * 8].view(-1, 8).all(dim=1)
+    assert (ties[: len(whole)][whole] == 0xA5).all()
+    assert is_padding.any() == any(numel % 64 for numel in numels[:-1])

@@ -15,6 +15,8 @@ from megatron.core.optimizer.nvme_state_store.fingerprint import (
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.store.launches import Launches
+
 SIZES = [1, 3, 5, 2047, 2048, 2049, 8191, 8192, 8193, 10_000]
 """Elements of 2 bytes: with and without a rest of 8 bytes, and of a row of 2048 of those."""
 
@@ -73,20 +75,6 @@ def test_a_shard_that_begins_anywhere_is_copied_one_part_at_a_time() -> None:
     assert max(seen.held) < COPY_BYTES
 
 
-class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what is launched on a device: everything but views."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
-
-
 def evenly(numel: int, count: int, gap: int, begin: int = 0) -> list[torch.Tensor]:
     """Return shards that lie in one buffer, as the params of a model do."""
     buffer = make(begin + (numel + gap) * count, seed=numel)
@@ -116,7 +104,7 @@ def test_shards_of_one_buffer_are_summed_at_once() -> None:
     shards = evenly(3 * 8192, 64, gap=64)
     counts = []
     for chosen in (shards[:1], shards, shards[::-1]):
-        with Calls() as seen:
+        with Launches() as seen:
             fingerprint(chosen)
         counts.append(seen.count)
 

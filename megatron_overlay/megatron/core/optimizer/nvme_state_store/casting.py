@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from .encoding import decode, encode, join_main, split_main, split_parts
+from .encoding import decode, encode, join_main, split_main, split_parts, upper_halves
 from .formats import FP32, SPLIT, is_dithered
 from .layout import MAIN, Bucket, Layout
 from .model_shards import Entry
@@ -45,9 +45,17 @@ class Casts:
 
     def decode_main(self, bucket: Bucket, resident: ResidentBucket) -> None:
         """Make the main params of a bucket alone; the model's shards are those last published."""
-        if self.is_split:
-            for high, main, low, ties in self._halves(bucket, resident):
-                join_main(high, low, ties, main)
+        if not self.is_split:
+            return
+        upper = upper_halves(resident.segment(bucket, MAIN))
+        targets, sources = [], []
+        for piece in bucket.slices:
+            shard = self._entries[piece.entry].shard()
+            targets.append(upper[piece.offset : piece.offset + piece.numel])
+            sources.append(shard[piece.start : piece.start + piece.numel].view(torch.int16))
+        torch._foreach_copy_(targets, sources)
+        for main, low, ties in self._runs(bucket, resident):
+            join_main(upper_halves(main), low, ties, main)
 
     def encode(self, bucket: Bucket, resident: ResidentBucket, step: int) -> None:
         """Make the stored bytes of a bucket, when its main params have been published.
@@ -67,29 +75,30 @@ class Casts:
     def encode_main(self, bucket: Bucket, resident: ResidentBucket) -> None:
         """Make the stored bytes of its main params alone."""
         if self.is_split:
-            for _, main, low, ties in self._halves(bucket, resident):
+            for main, low, ties in self._runs(bucket, resident):
                 split_main(main, low, ties)
 
     def _stored(self, bucket: Bucket, resident: ResidentBucket, index: int) -> torch.Tensor:
         nbytes = self._formats[index].nbytes(bucket.numels[index])
         return resident.stored_segment(bucket, index)[:nbytes]
 
-    def _halves(
+    def _runs(
         self, bucket: Bucket, resident: ResidentBucket
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield model shard, main params, low halves and bits of each slice."""
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield main params, low halves and bits of slices that follow each other without a gap.
+
+        What a bucket has of a mixture of experts are many small slices, and what each of them alone
+        would need are kernel launches. Between two runs is padding, whose bytes stay as they are.
+        """
         main = resident.segment(bucket, MAIN)
         low, ties = split_parts(self._stored(bucket, resident, MAIN), bucket.numel)
-        for piece in bucket.slices:
-            shard = self._entries[piece.entry].shard()
+        ends = [piece.offset + piece.numel for piece in bucket.slices]
+        starts = [piece.offset for piece in bucket.slices]
+        breaks = [index for index in range(1, len(starts)) if starts[index] != ends[index - 1]]
+        for first, last in zip([0, *breaks], [*breaks, len(starts)], strict=True):
             # Slices begin at multiples of 64: their bits begin with a byte.
-            here = slice(piece.offset, piece.offset + piece.numel)
-            yield (
-                shard[piece.start : piece.start + piece.numel],
-                main[here],
-                low[here],
-                ties[piece.offset // 8 : -(-here.stop // 8)],
-            )
+            start, stop = starts[first], ends[last - 1]
+            yield main[start:stop], low[start:stop], ties[start // 8 : -(-stop // 8)]
 
 
 def _seed(step: int, bucket: Bucket, index: int) -> int:

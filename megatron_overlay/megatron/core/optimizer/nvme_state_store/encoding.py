@@ -188,30 +188,34 @@ def split_main(main: torch.Tensor, low: torch.Tensor, ties: torch.Tensor) -> Non
         low: gets their low halves; shape (n,), int16.
         ties: gets their bits; shape (ceil(n / 8),), uint8. Bits after the last element become 0.
     """
-    halves = main.view(torch.int16).view(-1, 2)
+    lower, upper = _halves(main)
     for piece in _pieces(main.numel()):
         where = piece.elements
-        low[where].copy_(halves[where, 0])
-        _pack(halves[where, 1], ties[piece.start // 8 : -(-piece.stop // 8)])
+        low[where].copy_(lower[where])
+        _pack(upper[where], ties[piece.start // 8 : -(-piece.stop // 8)])
 
 
 def join_main(high: torch.Tensor, low: torch.Tensor, ties: torch.Tensor, out: torch.Tensor) -> None:
     """Make main params of the model's and of what `split_main` stored.
 
     Args:
-        high: the model's shard, to which the main params were rounded; shape (n,), BF16.
+        high: the model's shard, to which the main params were rounded; shape (n,), of 16 bits. May
+            be the `upper_halves` of ``out``.
         low: as stored.
         ties: as stored.
         out: gets the main params; shape (n,), FP32, contiguous.
     """
-    halves = out.view(torch.int16).view(-1, 2)
+    lower, upper = _halves(out)
     rounded = high.view(torch.int16)
     for piece in _pieces(out.numel()):
         where = piece.elements
-        _true_high(
-            rounded[where], ties[piece.start // 8 : -(-piece.stop // 8)], out=halves[where, 1]
-        )
-        halves[where, 0].copy_(low[where])
+        _true_high(rounded[where], ties[piece.start // 8 : -(-piece.stop // 8)], out=upper[where])
+        lower[where].copy_(low[where])
+
+
+def upper_halves(main: torch.Tensor) -> torch.Tensor:
+    """Return a view of the upper halves of FP32 numbers, shape (n,), int16."""
+    return _halves(main)[1]
 
 
 def rounds_to(main: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
@@ -228,6 +232,12 @@ def rounds_to(main: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     for piece in _pieces(main.numel()):
         result &= _is_rounding(main[piece.elements], high[piece.elements])
     return result
+
+
+def _halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of the lower and the upper halves of FP32 numbers, int16."""
+    lower, upper = values.view(torch.int16).view(-1, 2).unbind(1)
+    return lower, upper
 
 
 def _pieces(numel: int) -> Iterator[_Piece]:
