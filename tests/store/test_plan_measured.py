@@ -1,10 +1,10 @@
 """Plans are within 10 % of what was measured on H200s, in runs that no constant was fitted to.
 
-Sources: docs/benchmarks/2026-11-30-engine.md, 2026-11-30-muon.md, and the project's measurements of
-2026-11-29. Two runs are fitted: the constant of `step_time` to FULL_HOST, and DISK_RATE, an input
-that a user has from `probe`, to the disk-only run, for the run with 12 GB of host tier. All others
-are predicted from limits that were measured beside them; two of them are these two runs, looked at
-in another way (exposed; with the disk's limit).
+Sources: docs/benchmarks/2026-11-30-engine.md, 2026-11-30-muon.md and 2026-11-30-moe.md, and the
+project's measurements of 2026-11-29. Two runs are fitted: the constant of `step_time` to FULL_HOST,
+and DISK_RATE, an input that a user has from `probe`, to the disk-only run, for the run with 12 GB
+of host tier. All others are predicted from limits that were measured beside them; two of them are
+these two runs, looked at in another way (exposed; with the disk's limit).
 
 [Note: Two steps after a pause]
 A plan is of steps that follow each other for ever. Where two steps after a pause were measured,
@@ -49,6 +49,9 @@ Beside it 2.18 and 2.01 GB/s were measured."""
 PCIE_RATE = 50.65
 """GB/s each way: half of 101.1 and 101.5, before and after FULL_HOST."""
 FULL_HOST = 0.545
+EXPERT_PARAMS = 48 * 32 * 3 * 2048 * 768
+MIXTURE = model_of_numbers(5_155_534_848 + EXPERT_PARAMS // 2, EXPERT_PARAMS)
+"""Qwen3-30B-A3B with 32 experts a layer: the first number is what one of two GPUs has."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,12 @@ class Run:
         pcie: GB/s each way.
         host: GB of the host tier.
         ahead: GB of host slots.
-        split: main params are split and moments are BF16.
+        split: main params are split.
+        bf16: moments are BF16.
         between: seconds of forward and backward.
         dp: ranks.
         steps: so many were measured after a pause; 0: enough not to matter.
+        experts: not of these matrices but of `MIXTURE`, with Transformer Engine's Adam.
     """
 
     seconds: float
@@ -75,13 +80,21 @@ class Run:
     host: float = 0.0
     ahead: float = 0.0
     split: bool = False
+    bf16: bool = False
     between: float | None = None
     dp: int = 1
     steps: int = 0
+    experts: bool = False
 
     @property
     def rank(self) -> Rank:
+        if self.experts:
+            return largest_rank(MIXTURE, Parallel(self.dp, ep=self.dp), "adam")
         return largest_rank(model_of_numbers(self.matrices * MATRIX), Parallel(self.dp), "adam")
+
+    @property
+    def inner(self) -> str:
+        return "te" if self.experts else "torch"
 
     def stream(self) -> Streamed:
         config = StoreConfig(
@@ -89,9 +102,9 @@ class Run:
             host_bytes=int(self.host * GB),
             ahead_bytes=int(self.ahead * GB),
             main_storage="split" if self.split else "fp32",
-            moment_dtype="bf16" if self.split else "fp32",
+            moment_dtype="bf16" if self.bf16 else "fp32",
         )
-        return stream(self.rank, config, "fp32", "torch", Machine(self.dp))
+        return stream(self.rank, config, "fp32", self.inner, Machine(self.dp))
 
     def moved(self) -> float:
         """Return the bytes that cross the disk in a step: [Note: Two steps after a pause]."""
@@ -100,7 +113,7 @@ class Run:
         return nbytes - (streamed.ahead_nbytes / self.steps if self.steps else 0)
 
     def predict(self) -> StepTime:
-        update = UPDATE_PARAMS_PER_S["torch"]
+        update = UPDATE_PARAMS_PER_S[self.inner]
         rates = Rates(self.disk * GB, None, None, self.pcie * GB, update)
         return step_time(self.stream(), self.rank, Machine(self.dp), rates, self.between)
 
@@ -111,12 +124,15 @@ FITTED = {
 }
 PREDICTED = {
     "12 GB host tier": Run(12.3, host=12, pcie=48, steps=2),
-    "split, bf16, 12 GB host tier": Run(0.553, disk=2.04, host=12, pcie=48, split=True),
+    "split, bf16, 12 GB host tier": Run(0.553, disk=2.04, host=12, pcie=48, split=True, bf16=True),
     "beside forward and backward": Run(0.124, 8, disk=1.91, host=3.325, ahead=3.625, between=4.51),
     "two GPUs, host tier": Run(0.102, 8, pcie=41, host=10, dp=2),
     "disk only, its own limit": Run(25.0, disk=2.095, steps=2),
     "prototype, host tier": Run(0.522, pcie=50.8, host=30),
     "all in the host tier, exposed": Run(0.538, host=30, between=10),
+    # The slower of two ways: uploads, while both GPUs copy both ways.
+    "experts, fp32": Run(1.73, pcie=33, host=60, between=8.5, dp=2, experts=True),
+    "experts, bf16": Run(1.18, pcie=33, host=60, between=7.8, dp=2, experts=True, bf16=True),
 }
 
 
@@ -188,6 +204,14 @@ def test_the_peak_of_a_streamed_run_is_the_measured_one(inner: str, measured: fl
     streamed = stream(run.rank, StoreConfig((Path("/disk"),)), "fp32", inner, Machine(1))
     assert streamed.device.total / GB == pytest.approx(measured, abs=0.05)
     assert streamed.state_nbytes / GB == pytest.approx(25.8, abs=0.05)
+
+
+def test_what_a_mixture_of_experts_frees_is_what_was_measured() -> None:
+    run = PREDICTED["experts, bf16"]
+    stock = stock_device_bytes(run.rank, "fp32", run.inner, Machine(run.dp))
+    freed = stock.total - run.stream().device.total
+    assert run.stream().host_nbytes / GB == pytest.approx(35.119, abs=0.001)
+    assert freed / GB == pytest.approx(93.95 - 43.27, rel=0.01)
 
 
 def test_muons_peak_is_the_measured_one() -> None:
