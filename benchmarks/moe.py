@@ -9,7 +9,7 @@ GPUs, the same tokens in all variants. All ranks share DIR. Before them, what th
 measured by itself. Results go to OUT/moe.json; a later call with other variants adds to them, and
 the table shows all. To try it on fewer GPUs, give fewer layers: ``--gpus 2 -- --num-layers 4``.
 With ``--gpus 2 -- --num-experts 32`` each of two GPUs has the experts, and the tokens for each of
-them, that one of eight has.
+them, that one of eight has; but half of the dense state, where one of eight has an eighth.
 """
 
 from __future__ import annotations
